@@ -1,0 +1,209 @@
+"""LoopedGPT configuration: arXiv 2604.21106, section 3.1 and appendix C."""
+
+import math
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from .configuration_looped import LoopedConfigMixin, one_sentence_errors, require_int
+
+
+INJECTIONS = ("linear", "additive", "none", "hyperconnection")
+
+
+@one_sentence_errors
+@strict
+class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
+    r"""
+    Prelude - core x r - coda: `num_prelude_layers` run once, `num_core_layers` run `num_recurrences` times, and
+    `num_coda_layers` run once. The defaults are the paper's size 10 at r = 4 (81,194,880 parameters).
+
+    Args:
+        vocab_size (`int`, defaults to 32064): Rows of the embedding and of the head.
+        hidden_size (`int`, defaults to 640): Width d.
+        intermediate_size (`int`, *optional*): Width of the squared-ReLU MLP, 4 * `hidden_size` by default.
+        num_attention_heads (`int`, defaults to 5): Query heads; the head size is `hidden_size // num_attention_heads`.
+        num_key_value_heads (`int`, *optional*): Key-value heads, as many as query heads by default.
+        num_prelude_layers (`int`, defaults to 2): Layers that run once, first.
+        num_core_layers (`int`, defaults to 4): Layers that run `num_recurrences` times.
+        num_coda_layers (`int`, defaults to 2): Layers that run once, last.
+        num_recurrences (`int`, defaults to 4):
+            Passes over the core. Also an argument of `forward` and `generate` and an override in `from_pretrained`.
+        injection (`str`, defaults to `"linear"`):
+            How the prelude output e enters each pass with state h (section 1.5 of the paper's appendix C):
+            `"linear"` W[e; h] with W starting as [I | 0], `"additive"` h + e from h = 0, `"none"` h from h = e, or
+            `"hyperconnection"`, `num_lanes` residual lanes around the core with weights of their own for each pass.
+        num_lanes (`int`, defaults to 2): Lanes of the hyperconnection.
+        backprop_recurrences (`int`, *optional*):
+            Truncated backpropagation: gradients flow through the last so many passes. All of them by default.
+        trained_recurrences (`int`, *optional*):
+            The most passes the model was trained with, `num_recurrences` at construction by default and untouched
+            by later overrides. Going beyond it warns; hyperconnections have no weights there and refuse.
+        kv_sharing (`str` or `int`, defaults to `"all"`):
+            `"all"` caches keys and values of every pass. An int k keeps, of earlier chunks, those of the last k
+            passes only: pass i attends to what the last pass congruent to i modulo k left. Within a chunk (a
+            prompt, or a decoded token) every pass attends to its own.
+        logit_softcap (`float`, *optional*, defaults to 15.0): s in s * tanh(logits / s), in fp32. `None` turns it off.
+        rms_norm_eps (`float`, defaults to 1e-6): Epsilon of every RMSNorm, the parameter-free QK norm included.
+        rope_parameters (`dict`, *optional*): As in transformers; base 10,000 by default.
+        rotary_dtype (`str`, defaults to `"float32"`):
+            `"bfloat16"` rounds the rotary tables as the official checkpoints were trained with.
+        max_position_embeddings (`int`, defaults to 2048): Training length; positions beyond it extrapolate.
+
+    ```python
+    >>> from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
+    >>> config = LoopedGPTConfig.iso_depth(size=10, num_recurrences=4)
+    >>> str(config.depth_plan())
+    'Loop(2-4x4-2)'
+    >>> model = LoopedGPTForCausalLM(config)
+    ```
+    """
+
+    model_type = "looped_gpt"
+    keys_to_ignore_at_inference = ["cache"]
+    layer_tp_plan = {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    }
+    auto_classes = {
+        "AutoConfig": "configuration_looped_gpt.LoopedGPTConfig",
+        "AutoModel": "modeling_looped_gpt.LoopedGPTModel",
+        "AutoModelForCausalLM": "modeling_looped_gpt.LoopedGPTForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_looped_gpt.LoopedGPTForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_looped_gpt.LoopedGPTForTokenClassification",
+        "AutoModelForQuestionAnswering": "modeling_looped_gpt.LoopedGPTForQuestionAnswering",
+    }
+
+    vocab_size: int = 32064
+    hidden_size: int = 640
+    intermediate_size: int | None = None
+    num_attention_heads: int = 5
+    num_key_value_heads: int | None = None
+    num_prelude_layers: int = 2
+    num_core_layers: int = 4
+    num_coda_layers: int = 2
+    num_recurrences: int = 4
+    injection: str = "linear"
+    num_lanes: int = 2
+    backprop_recurrences: int | None = None
+    trained_recurrences: int | None = None
+    kv_sharing: str | int = "all"
+    logit_softcap: float | int | None = 15.0
+    rms_norm_eps: float = 1e-6
+    rope_parameters: RopeParameters | dict | None = None
+    rotary_dtype: str = "float32"
+    max_position_embeddings: int = 2048
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if (depth := kwargs.pop("num_hidden_layers", None)) is not None:
+            self.num_hidden_layers = depth
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.trained_recurrences is None:
+            self.trained_recurrences = self.num_recurrences
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def iso_depth(
+        cls,
+        size: int,
+        num_recurrences: int,
+        effective_depth: int = 20,
+        num_prelude_layers: int = 2,
+        num_coda_layers: int = 2,
+        **config_fields,
+    ) -> "LoopedGPTConfig":
+        """
+        The paper's family at a fixed number of executed layers (section 3.1): width 64 * `size` rounded up to heads
+        of 128, and `effective_depth = prelude + r * core + coda`. r = 1 is one stack of `effective_depth` layers
+        without injection (0-20-0), as in the official code.
+
+        Raises:
+            `ValueError`: where `num_recurrences` does not divide the depth between prelude and coda.
+        """
+        require_int("size", size, 1)
+        require_int("num_recurrences", num_recurrences, 1)
+        width = math.ceil(64 * size / 128) * 128
+        if num_recurrences == 1:
+            num_prelude_layers = num_coda_layers = 0
+            config_fields.setdefault("injection", "none")
+        between = effective_depth - num_prelude_layers - num_coda_layers
+        if between < 1 or between % num_recurrences:
+            possible = [r for r in range(1, between + 1) if between % r == 0]
+            raise ValueError(
+                f"num_recurrences={num_recurrences} does not split the {between} layers between a prelude of "
+                f"{num_prelude_layers} and a coda of {num_coda_layers} at effective_depth={effective_depth}: "
+                f"choose one of {possible}."
+            )
+        fields = {
+            "hidden_size": width,
+            "num_attention_heads": width // 128,
+            "num_prelude_layers": num_prelude_layers,
+            "num_core_layers": between // num_recurrences,
+            "num_coda_layers": num_coda_layers,
+            "num_recurrences": num_recurrences,
+        }
+        return cls(**{**fields, **config_fields})
+
+    def validate_architecture(self):
+        """Called by transformers when a configuration is built, validated or saved."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+            require_int(name, getattr(self, name), 1)
+        for name in ("num_core_layers", "num_recurrences", "trained_recurrences", "max_position_embeddings"):
+            require_int(name, getattr(self, name), 1)
+        for name in ("num_prelude_layers", "num_coda_layers"):
+            require_int(name, getattr(self, name), 0)
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be num_attention_heads={self.num_attention_heads} times an "
+                "even head size."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide "
+                f"num_attention_heads={self.num_attention_heads}."
+            )
+        if self.injection not in INJECTIONS:
+            raise ValueError(f"injection={self.injection!r} must be one of {', '.join(INJECTIONS)}.")
+        if self.kv_sharing != "all":
+            require_int("kv_sharing", self.kv_sharing, 1, " or 'all'")
+        if self.backprop_recurrences is not None:
+            require_int("backprop_recurrences", self.backprop_recurrences, 1, ", or None for all of them")
+        if self.logit_softcap is not None and self.logit_softcap <= 0:
+            raise ValueError(f"logit_softcap={self.logit_softcap} must be positive, or None to turn it off.")
+        if self.rms_norm_eps <= 0:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive.")
+        if self.rotary_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"rotary_dtype={self.rotary_dtype!r} must be 'float32' or 'bfloat16'.")
+        if self.injection == "hyperconnection":
+            require_int("num_lanes", self.num_lanes, 2, " with injection='hyperconnection'")
+            self.check_recurrences(self.num_recurrences)
+            if self.backprop_recurrences is not None and self.backprop_recurrences < self.num_recurrences:
+                raise ValueError(
+                    f"backprop_recurrences={self.backprop_recurrences} truncates num_recurrences="
+                    f"{self.num_recurrences}, which injection='hyperconnection' does not allow: set it to None."
+                )
+
+    def check_recurrences(self, num_recurrences: int) -> None:
+        """Raises `ValueError` for a number of passes that this model cannot run."""
+        require_int("num_recurrences", num_recurrences, 1)
+        if self.injection == "hyperconnection" and num_recurrences > self.trained_recurrences:
+            raise ValueError(
+                f"num_recurrences={num_recurrences} exceeds trained_recurrences={self.trained_recurrences}: with "
+                "injection='hyperconnection' every pass has weights of its own, and there are none beyond."
+            )
+
+
+__all__ = ["LoopedGPTConfig"]
