@@ -21,6 +21,8 @@ from .modeling_looped_gpt import (
 )
 
 
+__version__ = "0.1.0"
+
 AutoConfig.register("looped_gpt", LoopedGPTConfig)
 AutoModel.register(LoopedGPTConfig, LoopedGPTModel)
 AutoModelForCausalLM.register(LoopedGPTConfig, LoopedGPTForCausalLM)
