@@ -66,6 +66,29 @@ def kv_cache_bytes(
     return slots * 2 * config.num_key_value_heads * head_dim * sequence_length * batch_size * bytes_per_value
 
 
+def accounting_table(
+    config: PreTrainedConfig, recurrences: list[int] | None = None, sequence_length: int | None = None
+) -> str:
+    """Everything above as a text table, with one row for each number of recurrences."""
+    length = config.max_position_embeddings if sequence_length is None else sequence_length
+    rows = [f"{config.model_type} {config.depth_plan()}", "", "parameters"]
+    rows += [f"  {part:<10} {count:>15,}" for part, count in parameter_counts(config).items()]
+    rows += [
+        "",
+        f"at {length:,} tokens of context; attention counted over all of it",
+        "recurrences  executed layers  forward FLOPs/token  training FLOPs/token  KV cache bytes (bf16)",
+    ]
+    for count in recurrences or [config.num_recurrences]:
+        config.check_recurrences(count)
+        rows.append(
+            f"{count:11d}  {config.depth_plan(count).effective_depth:15d}  "
+            f"{forward_flops_per_token(config, length, count):19,}  "
+            f"{training_flops_per_token(config, length, count):20,}  "
+            f"{kv_cache_bytes(config, length, num_recurrences=count):21,}"
+        )
+    return "\n".join(rows)
+
+
 def _flops_per_token(config, sequence_length: int | None, passes: int, backprop: int) -> int:
     width = config.hidden_size
     length = config.max_position_embeddings if sequence_length is None else sequence_length

@@ -1,0 +1,30 @@
+# make demo | make test | make test-all | make bench. Each makes .venv itself when it is absent.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN = .venv/bin
+DEMO_OUTPUT ?= demo-output
+SLOW = slow or smollm2 or distributed or browser or upstream
+
+demo: .venv/.train
+	$(BIN)/looped demo $(DEMO_OUTPUT)
+
+test: .venv/.test
+	$(BIN)/python -m pytest -m "not ($(SLOW))"
+
+test-all: .venv/.test
+	$(BIN)/python -m pytest
+
+bench: .venv/.test
+	$(BIN)/python tests/bench.py
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.train: .venv/bin/python setup.cfg constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train]"
+	touch $@
+
+.venv/.test: .venv/bin/python setup.cfg constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,eval,peft,test]"
+	touch $@ .venv/.train
+
+.PHONY: demo test test-all bench

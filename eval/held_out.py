@@ -1,0 +1,107 @@
+"""Held-out loss of a causal language model at several recurrence counts, in nats per token and bits per byte."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """One row: the loss at `num_recurrences` over `tokens` predicted tokens of texts of `bytes` UTF-8 bytes."""
+
+    num_recurrences: int
+    nats_per_token: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+
+
+def parse_recurrences(text: str) -> list[int]:
+    """`"1..8"`, `"4"` and `"1,2,4..6"` as lists of whole numbers."""
+    counts = []
+    for part in text.split(","):
+        bounds = re.fullmatch(r"\s*(\d+)(?:\s*\.\.\s*(\d+))?\s*", part)
+        if bounds is None or int(bounds[1]) < 1 or int(bounds[2] or bounds[1]) < int(bounds[1]):
+            raise ValueError(f"In recurrences {text!r}, {part!r} does not fit: write 4, or 1,2,4, or 1..8.")
+        counts.extend(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
+    return counts
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    recurrences: Sequence[int] | None = None,
+    sequence_length: int | None = None,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    progress: bool = False,
+) -> list[HeldOutLoss]:
+    """
+    The texts, each followed by the end-of-text token, as one stream in windows of `sequence_length` tokens that
+    overlap by one: every token but the stream's first is predicted once, from its window alone.
+
+    Args:
+        recurrences: Recurrence counts, the configured one by default.
+        sequence_length: `config.max_position_embeddings` by default.
+        max_tokens: Stop after the first so many tokens of the stream.
+
+    Raises:
+        `ValueError`: for texts without two tokens, or recurrences on a model that has none.
+    """
+    configured = getattr(model.config, "num_recurrences", None)
+    if recurrences is None:
+        recurrences = [1 if configured is None else configured]
+    elif configured is None and list(recurrences) != [1]:
+        raise ValueError(f"{type(model).__name__} has no recurrences to turn: leave --recurrences out.")
+    length = sequence_length or model.config.max_position_embeddings
+    stream, size = _stream(tokenizer, texts, max_tokens)
+    if len(stream) < 2:
+        raise ValueError("The texts hold fewer than two tokens: there is nothing to predict.")
+    starts = range(0, len(stream) - 1, length - 1)
+    windows = [torch.tensor(stream[start : start + length]) for start in starts]
+    batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
+    training, results = model.training, []
+    model.eval()
+    bar = tqdm(total=len(batches) * len(recurrences), desc="held-out loss", unit="batch", disable=not progress)
+    for count in recurrences:
+        depth = {} if configured is None else {"num_recurrences": count}
+        nats, predicted = 0.0, 0
+        for batch in batches:
+            input_ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True).to(model.device)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(w) for w in batch], batch_first=True)
+            labels = input_ids.masked_fill(mask.to(model.device) == 0, -100)
+            # Padding only ever stands to the right of the last window: no token attends to it.
+            logits = model(input_ids, use_cache=False, **depth).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+            )
+            nats += loss.item()
+            predicted += int((labels[:, 1:] != -100).sum())
+            bar.update()
+        results.append(HeldOutLoss(count, nats / predicted, nats / math.log(2) / size, predicted, size))
+    bar.close()
+    model.train(training)
+    return results
+
+
+def _stream(tokenizer, texts: Iterable[str], max_tokens: int | None) -> tuple[list[int], int]:
+    """The token stream, and the bytes of the texts that it covers (a cut text counts by its decoded part)."""
+    stream, size = [], 0
+    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
+        if max_tokens is not None and len(stream) + len(ids) > max_tokens:
+            ids = ids[: max_tokens - len(stream)]
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+        stream += ids
+        size += len(text.encode("utf-8"))
+        if max_tokens is not None and len(stream) >= max_tokens:
+            break
+    return stream, max(size, 1)

@@ -1,0 +1,392 @@
+"""
+Official checkpoints of arXiv 2604.21106 (github.com/kschwethelm/looped-lm-scaling) as LoopedGPT.
+
+    looped convert iso-depth runs/loop_s10 loop-s10     # or convert_iso_depth("runs/loop_s10", "loop-s10")
+
+Every tensor and every field of the source is either used or refused, except for those that the ledger lists with a
+reason. The same function results: rotary tables rounded to bf16, as the official code trains with, included.
+"""
+
+import json
+import re
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..configuration_looped import require_int
+from ..configuration_looped_gpt import LoopedGPTConfig
+from ..modeling_looped_gpt import LoopedGPTForCausalLM
+
+
+INJECTIONS = {
+    "inject_init_prelude": "linear",
+    "additive": "additive",
+    "passthrough": "none",
+    "hyperconnect": "hyperconnection",
+}
+COUNTS = {  # whole numbers of model_config and the least of each
+    "sequence_len": 1,
+    "vocab_size": 1,
+    "n_head": 1,
+    "n_kv_head": 1,
+    "n_embd": 1,
+    "n_prelude": 0,
+    "n_recur_block": 1,
+    "n_coda": 0,
+    "num_recur": 1,
+}
+REQUIRED = (*COUNTS, "bptt_k", "input_injection", "logit_softcap")
+TOKEN_IDS = ("bos_token_id", "eos_token_id")  # not in the official files; taken where somebody added them
+OPTIONAL = ("size", "num_lanes", *TOKEN_IDS)
+
+SECTIONS = {"prelude": "prelude", "recur": "core", "coda": "coda"}
+BLOCK = {
+    "attn.c_q": "self_attn.q_proj",
+    "attn.c_k": "self_attn.k_proj",
+    "attn.c_v": "self_attn.v_proj",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+    "n1": "input_layernorm",
+    "n3": "post_attention_layernorm",
+}
+INJECTION_KEYS = {
+    "linear": {"inject.weight": "proj.weight"},
+    "hyperconnection": {"lane_alpha": "alpha", "lane_mixing": "mixing", "lane_beta": "beta"},
+}
+VOCABULARY_KEYS = ("transformer.wte.weight", "lm_head.weight")
+PADDING = 64  # the official code rounds the rows of both vocabulary matrices up to it
+MASTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """
+    What became of a checkpoint. `print(ledger)` shows it as a table.
+
+    Args:
+        source (`Path`): The `.pt` file that was read.
+        output (`Path`): The folder that was written.
+        steps (`tuple[str, ...]`): The steps that the source folder holds, the converted one last.
+        model (`str`): Depth plan, injection and dtype of the result.
+        used (`dict[str, tuple[str, tuple[int, ...]]]`): Tensor of the source -> (tensor here, its shape here).
+        unused (`dict[str, str]`): What the source holds and the result has no place for -> the reason.
+        new (`tuple[str, ...]`): Tensors here that the source lacks. Always empty: such a source is refused.
+        dropped (`dict[str, int]`): Tensor of the source -> rows of vocabulary padding that were dropped.
+        widened (`dict[str, str]`): Tensor of the source -> its dtype, where the result's is wider.
+        parameters (`dict[str, int]`): Written parameters by part, with the keys of `accounting.parameter_counts`.
+    """
+
+    source: Path
+    output: Path
+    steps: tuple[str, ...]
+    model: str
+    used: dict[str, tuple[str, tuple[int, ...]]]
+    unused: dict[str, str]
+    new: tuple[str, ...]
+    dropped: dict[str, int]
+    widened: dict[str, str]
+    parameters: dict[str, int]
+
+    def __str__(self) -> str:
+        rows = []
+        for key, (target, shape) in self.used.items():
+            notes = [f"{self.dropped[key]} rows of padding dropped"] if key in self.dropped else []
+            notes += [f"from {self.widened[key]}"] if key in self.widened else []
+            rows.append((key, target, " x ".join(map(str, shape)), ", ".join(notes)))
+        titles = (f"used ({len(rows)})", "here", "shape", "")
+        widths = [max(map(len, column)) for column in zip(titles, *rows)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (titles, *rows)]
+        newest = f" (step {self.steps[-1]}, the newest of {', '.join(self.steps)})" if len(self.steps) > 1 else ""
+        unused = [f"  {name}: {reason}" for name, reason in self.unused.items()] or ["  none"]
+        return "\n".join(
+            [
+                f"{self.source}{newest} -> {self.output}",
+                self.model,
+                "",
+                *table,
+                "",
+                f"unused ({len(self.unused)})",
+                *unused,
+                f"new ({len(self.new)})",
+                *(f"  {name}" for name in self.new or ["none"]),
+                "",
+                "parameters",
+                *(f"  {part:<9}  {count:>13,}" for part, count in self.parameters.items()),
+            ]
+        )
+
+
+def convert_iso_depth(source: str | Path, output: str | Path, overwrite: bool = False) -> Ledger:
+    """
+    Turns a checkpoint of the paper's code into a folder that `AutoModelForCausalLM.from_pretrained` takes, in the
+    dtype of its master weights. Rows of vocabulary padding are dropped: (ceil(V / 64) * 64, d) becomes (V, d). There
+    is no tokenizer in the source, hence none in the result. Nothing is written before everything has been checked,
+    and a failure while writing leaves what was there.
+
+    Args:
+        source (`str` or `Path`): A folder with `model_000010.pt` and `meta_000010.json`, the newest step of several, or
+            one such `.pt` file.
+        output (`str` or `Path`): The folder to write.
+        overwrite (`bool`, defaults to `False`): Replace the files of an `output` that is not empty.
+
+    Raises:
+        `FileNotFoundError`: where the source lacks one of its two files.
+        `ValueError`: where the source holds anything unexplained, or `output` is in the way.
+    """
+    model_file, meta_file, steps = _find(Path(source).expanduser())
+    output = Path(output).expanduser().resolve()
+    _check_output(output, {model_file.parent.resolve(), model_file.resolve().parent}, overwrite)
+    said, config, unused = _read_meta(meta_file)
+    state = _read_state(model_file)
+
+    with torch.device("meta"):  # shapes only: the weights come from the file, and the rotary tables are not saved
+        model = LoopedGPTForCausalLM(config)
+    here = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    targets = _key_map(config)
+    new = tuple(sorted(here.keys() - targets.values()))
+    _check_keys(state, targets, new, said, model_file, meta_file)
+
+    dtype = reduce(torch.promote_types, (tensor.dtype for _, tensor in state.values()))
+    used, dropped, widened, weights = {}, {}, {}, {}
+    for key, target in targets.items():
+        name, tensor = state[key]
+        if rows := _padding_rows(key, tensor, here[target], said, model_file, meta_file):
+            dropped[name] = rows
+        if tensor.dtype != dtype:
+            widened[name] = str(tensor.dtype).removeprefix("torch.")
+        used[name] = (target, here[target])
+        weights[target] = tensor[: here[target][0]].to(dtype).contiguous()
+    model.load_state_dict(weights, assign=True)
+
+    for shard in sorted(model_file.parent.glob(f"optim_{steps[-1]}_rank*.pt")):
+        unused[shard.name] = "state of the optimiser"
+    _write(model, output)
+    described = f"{config.depth_plan()}, injection {config.injection}, {str(dtype).removeprefix('torch.')}"
+    counts = _parameter_counts(used.values())
+    return Ledger(model_file, output, steps, described, used, unused, new, dropped, widened, counts)
+
+
+def convert_iso_depth_command(source: Path, output: Path, overwrite: bool = False) -> None:
+    """Body of `looped convert iso-depth SRC OUT [--overwrite]`: prints the ledger, or one sentence of what is wrong."""
+    import typer
+
+    try:
+        ledger = convert_iso_depth(source, output, overwrite)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(ledger)
+
+
+def _find(source: Path) -> tuple[Path, Path, tuple[str, ...]]:
+    """The model file, its meta file, and the steps beside it (as written in the names), the chosen one last."""
+    if source.is_dir():
+        files = [file for file in source.iterdir() if re.fullmatch(r"model_\d+\.pt", file.name)]
+        if not files:
+            raise FileNotFoundError(f"{source} holds no checkpoint: a file such as model_000010.pt is expected in it.")
+        files.sort(key=lambda file: int(file.stem.removeprefix("model_")))
+    elif source.is_file():
+        # By its own name also the links that the official code makes, such as model_pre_warmdown.pt.
+        if not re.fullmatch(r"model_\w+\.pt", source.name):
+            raise ValueError(f"{source} is not named like a checkpoint, model_000010.pt with meta_000010.json beside it.")
+        files = [source]
+    else:
+        raise FileNotFoundError(f"{source} does not exist: pass a folder with model_000010.pt and meta_000010.json.")
+    steps = tuple(file.stem.removeprefix("model_") for file in files)
+    meta_file = files[-1].with_name(f"meta_{steps[-1]}.json")
+    if not meta_file.is_file():
+        raise FileNotFoundError(f"{files[-1]} has no {meta_file.name} beside it, which describes the model.")
+    return files[-1], meta_file, steps
+
+
+def _check_output(output: Path, sources: set[Path], overwrite: bool) -> None:
+    if any(source.is_relative_to(output) for source in sources):
+        raise ValueError(f"The output {output} is or contains the source folder: choose another folder.")
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ValueError(f"The output {output} is a file: choose the name of a folder.")
+    entries = list(output.iterdir())
+    if entries and not overwrite:
+        raise ValueError(
+            f"The output {output} exists and is not empty: choose another folder, or replace it with --overwrite "
+            "(overwrite=True)."
+        )
+    # No checkpoint of ours has sub-folders, but the results of a whole run have.
+    if folders := sorted(entry.name for entry in entries if entry.is_dir()):
+        raise ValueError(
+            f"The output {output} holds folders ({_listed(folders)}), which overwriting would delete: choose another "
+            "folder, or remove them first."
+        )
+
+
+def _read_meta(meta_file: Path) -> tuple[dict[str, Any], LoopedGPTConfig, dict[str, str]]:
+    """The official `model_config`, the configuration here, and the fields that have no place in it, with reasons."""
+    try:
+        meta = json.loads(meta_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{meta_file} is not JSON: {error}.") from None
+    said = meta.get("model_config") if isinstance(meta, dict) else None
+    if not isinstance(said, dict):
+        raise ValueError(f"{meta_file} has no 'model_config', which describes the model.")
+    unknown = sorted(said.keys() - {*REQUIRED, *OPTIONAL})
+    if unknown:
+        raise ValueError(
+            f"model_config in {meta_file} holds {_listed(unknown)}, which may change what the model computes and which "
+            f"this converter does not know: it knows {', '.join((*REQUIRED, *OPTIONAL))}."
+        )
+    required = [*REQUIRED, "num_lanes"] if said.get("input_injection") == "hyperconnect" else REQUIRED
+    if missing := [name for name in required if name not in said]:
+        raise ValueError(f"model_config in {meta_file} lacks {_listed(missing)}.")
+
+    try:
+        for name, minimum in COUNTS.items():
+            require_int(name, said[name], minimum)
+        if said["bptt_k"] is not None:
+            require_int("bptt_k", said["bptt_k"], 1, ", or null for all recurrences")
+        if said["input_injection"] not in tuple(INJECTIONS):
+            raise ValueError(f"input_injection={said['input_injection']!r} must be one of {', '.join(INJECTIONS)}.")
+        injection = INJECTIONS[said["input_injection"]]
+        full = said["bptt_k"] is None or said["bptt_k"] >= said["num_recur"]
+        config = LoopedGPTConfig(
+            vocab_size=said["vocab_size"],
+            hidden_size=said["n_embd"],
+            num_attention_heads=said["n_head"],
+            num_key_value_heads=said["n_kv_head"],
+            num_prelude_layers=said["n_prelude"],
+            num_core_layers=said["n_recur_block"],
+            num_coda_layers=said["n_coda"],
+            num_recurrences=said["num_recur"],
+            injection=injection,
+            backprop_recurrences=None if full else said["bptt_k"],
+            logit_softcap=said["logit_softcap"],
+            rotary_dtype="bfloat16",
+            max_position_embeddings=said["sequence_len"],
+            **({"num_lanes": said["num_lanes"]} if injection == "hyperconnection" else {}),
+            **{name: said.get(name, meta.get(name)) for name in TOKEN_IDS},
+        )
+    except ValueError as error:
+        raise ValueError(f"model_config in {meta_file}: {error}") from None
+
+    unused = {}
+    if "size" in said:
+        unused["model_config.size"] = "names the run in the paper's grid; n_embd is the width"
+    if "num_lanes" in said and injection != "hyperconnection":
+        unused["model_config.num_lanes"] = f"input_injection={said['input_injection']!r} has no lanes"
+    return said, config, unused
+
+
+def _read_state(model_file: Path) -> dict[str, tuple[str, torch.Tensor]]:
+    """Official key -> (key as in the file, tensor). `torch.compile` puts `_orig_mod.` before every key."""
+    try:
+        # Mapped where the format allows it, so that a large checkpoint is not held in memory twice.
+        mmap = zipfile.is_zipfile(model_file)
+        state = torch.load(model_file, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged or hostile pickle runs into
+        raise ValueError(
+            f"{model_file} cannot be read as plain tensors (torch.load with weights_only=True): it is damaged, or "
+            "holds more than a state dict."
+        ) from error
+    if not isinstance(state, dict) or not state:
+        kind = "an empty one" if isinstance(state, dict) else f"a {type(state).__name__}"
+        raise ValueError(f"{model_file} should hold a state dict of named tensors, and holds {kind}.")
+    found = {}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{model_file} holds {name!r}, which is a {type(tensor).__name__} and not a named tensor.")
+        if tensor.dtype not in MASTER_DTYPES:
+            raise ValueError(
+                f"{name} in {model_file} is stored as {str(tensor.dtype).removeprefix('torch.')}: master weights in "
+                "float32, bfloat16 or float16 are expected."
+            )
+        key = name.removeprefix("_orig_mod.")
+        if key in found:
+            raise ValueError(f"{model_file} holds {key} twice, with and without the prefix '_orig_mod.'.")
+        found[key] = (name, tensor)
+    return found
+
+
+def _key_map(config: LoopedGPTConfig) -> dict[str, str]:
+    """Official key -> key here, for the model that `config` describes, in the order of the forward pass."""
+    layers = {
+        f"transformer.{theirs}.{index}.{part}.weight": f"model.{ours}.{index}.{name}.weight"
+        for theirs, ours in SECTIONS.items()
+        for index in range(getattr(config, f"num_{ours}_layers"))
+        for part, name in BLOCK.items()
+    }
+    injection = INJECTION_KEYS.get(config.injection, {})
+    return {
+        "transformer.wte.weight": "model.embed_tokens.weight",
+        "norm_emb.weight": "model.embedding_norm.weight",
+        **layers,
+        **{theirs: f"model.injection.{ours}" for theirs, ours in injection.items()},
+        "norm_recur.weight": "model.recurrence_norm.weight",
+        "norm_final.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+
+
+def _check_keys(state, targets, new, said, model_file: Path, meta_file: Path) -> None:
+    wrong = {
+        "missing": [key for key in targets if key not in state],
+        "unexplained": [name for key, (name, _) in state.items() if key not in targets],
+        "without a source": new,
+    }
+    if any(wrong.values()):
+        fields = ", ".join(f"{name}={said[name]!r}" for name in ("n_prelude", "n_recur_block", "n_coda", "input_injection"))
+        lists = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in wrong.items() if keys)
+        raise ValueError(f"{model_file} is not the model that {meta_file.name} describes ({fields}): {lists}.")
+
+
+def _padding_rows(key: str, tensor: torch.Tensor, shape: tuple[int, ...], said, model_file, meta_file) -> int:
+    """Rows that `tensor` has beyond `shape`. `ValueError` where it differs in anything but vocabulary padding."""
+    padded = (-(-shape[0] // PADDING) * PADDING, *shape[1:]) if key in VOCABULARY_KEYS else shape
+    if tuple(tensor.shape) not in (shape, padded):
+        by = {"wte": "vocab_size n_embd", "lm_head": "vocab_size n_embd", "lane": "num_recur num_lanes"}
+        by |= dict.fromkeys(("c_k", "c_v"), "n_embd n_head n_kv_head")
+        fields = next((fields for part, fields in by.items() if part in key), "n_embd").split()
+        raise ValueError(
+            f"{key} in {model_file} has the shape {tuple(tensor.shape)}, but {meta_file.name} with "
+            f"{', '.join(f'{name}={said[name]}' for name in fields)} asks for {padded}."
+        )
+    return tensor.shape[0] - shape[0]
+
+
+def _write(model: LoopedGPTForCausalLM, output: Path) -> None:
+    """Saves beside `output` and puts it in place by renaming, so that a failure leaves what was there."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
+        written, replaced = Path(aside, "written"), Path(aside, "replaced")
+        model.save_pretrained(written)
+        if output.exists():
+            output.rename(replaced)
+        try:
+            written.rename(output)
+        except BaseException:
+            if replaced.exists():
+                replaced.rename(output)
+            raise
+
+
+def _parameter_counts(used: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
+    counts = Counter(dict.fromkeys(("embedding", "head", "prelude", "core", "coda", "injection", "norms"), 0))
+    for target, shape in used:
+        names = target.split(".")
+        part = {"embed_tokens": "embedding", "lm_head": "head"}.get(names[-2], names[1])
+        counts["norms" if "norm" in names[-2] else part] += torch.Size(shape).numel()
+    total = counts.total()
+    return {**counts, "unique": total - counts["embedding"] - counts["head"], "total": total}
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,101 @@
+"""Texts: the Python standard library for the demo, and a user's own files or data sets."""
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+
+# Tables, tests and generated files: long, repetitive, and nothing that a reader would call code.
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data", "__pycache__"}
+
+
+def standard_library() -> Iterator[tuple[str, str]]:
+    """`(name, text)` of the sources of the running Python's standard library, then of its language help topics."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if not _LEFT_OUT.intersection(path.relative_to(root).parts):
+            yield str(path.relative_to(root)), path.read_text(encoding="utf-8", errors="replace")
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"topics/{name}", topics[name]
+
+
+def read_texts(source: str) -> Iterator[tuple[str, str]]:
+    """
+    `(name, text)` of each document of `source`: a `.jsonl` file with a field `text`, any other file as one plain
+    text (documents are its parts between blank-line pairs), or the name of a data set for `datasets.load_dataset`,
+    with `name:config` and a column `text`.
+
+    Raises:
+        `ValueError`: where the source does not exist, has no text, or a line does not fit.
+    """
+    path = Path(source)
+    count = 0
+    if path.is_file():
+        for name, text in _read_jsonl(path) if path.suffix in (".jsonl", ".json") else _read_plain(path):
+            count += 1
+            yield name, text
+    elif path.exists() or path.suffix in (".jsonl", ".json", ".txt") or source.startswith((".", os.sep)):
+        raise ValueError(f"--data {source!r} is not a file: name a .jsonl or text file, or a data set of the Hub.")
+    else:
+        for name, text in _read_dataset(source):
+            count += 1
+            yield name, text
+    if count == 0:
+        raise ValueError(f"--data {source!r} holds no text.")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg}).") from None
+            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+                raise ValueError(f"{path}, line {number}: no field 'text' with a string.")
+            yield str(record.get("id", number)), record["text"]
+
+
+def _read_plain(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    for number, part in enumerate(text.replace("\r\n", "\n").split("\n\n\n"), 1):
+        if part.strip():
+            yield str(number), part.strip("\n") + "\n"
+
+
+def _read_dataset(source: str) -> Iterator[tuple[str, str]]:
+    from datasets import load_dataset
+
+    name, _, config = source.partition(":")
+    try:
+        rows = load_dataset(name, config or None, split="train")
+    except Exception as error:  # every loader fails in its own way; the first line says what it was
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--data {source!r} is neither a file nor a data set that can be loaded: {reason}") from None
+    if "text" not in rows.column_names:
+        raise ValueError(f"--data {source!r} has no column 'text' (it has {', '.join(rows.column_names)}).")
+    for number, text in enumerate(rows["text"]):
+        yield str(number), text
+
+
+def split_by_name(documents: Iterator[tuple[str, str]], share: int = 20) -> tuple[list[str], list[str]]:
+    """`(train, validation)` texts: one document in `share` is held out, chosen by a hash of its name and content."""
+    train, validation = [], []
+    for name, text in documents:
+        digest = hashlib.sha256(f"{name}\0{text}".encode("utf-8", "replace")).digest()
+        (validation if int.from_bytes(digest[:4], "big") % share == 0 else train).append(text)
+    if train and not validation:
+        validation.append(train.pop()) if len(train) > 1 else None
+    if not train or not validation:
+        raise ValueError("The data needs at least two documents, one to train on and one to hold out.")
+    return train, validation

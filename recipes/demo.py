@@ -1,0 +1,278 @@
+"""`looped demo`: text to tokenizer to looped model to checkpoint, card and picture, in one resumable command."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
+from modeling_looped.accounting import forward_flops_per_token, parameter_counts, training_flops_per_token
+
+from .corpus import read_texts, split_by_name, standard_library
+from .pretrain import PretrainRecipe, newest_checkpoint, pretrain
+from .tokens import TokenRows, token_stream, train_tokenizer, unigram_loss
+
+
+@dataclass(frozen=True)
+class DemoSize:
+    """A model and a run that fit together; `vocab_size` and `length` in tokens."""
+
+    width: int
+    heads: int
+    layers: tuple[int, int, int]
+    vocab_size: int
+    length: int
+    recipe: PretrainRecipe
+
+
+_DEPTHS = {"depth_scheme": "poisson-lognormal", "depth_mean": 3.0}
+SIZES = {
+    "tiny": DemoSize(256, 4, (1, 2, 1), 2048, 256, PretrainRecipe(**_DEPTHS)),
+    "small": DemoSize(384, 6, (2, 4, 2), 8192, 512, PretrainRecipe(total_steps=10_000, batch_size=32, **_DEPTHS)),
+    "medium": DemoSize(640, 5, (2, 4, 2), 16384, 1024, PretrainRecipe(total_steps=20_000, batch_size=128, **_DEPTHS)),
+    "large": DemoSize(1280, 10, (2, 4, 2), 32064, 2048, PretrainRecipe(total_steps=40_000, batch_size=256, **_DEPTHS)),
+}
+RECURRENCES, MOST_RECURRENCES = 4, 8
+PROMPT = "def read_lines(path):\n"
+
+
+def demo(
+    output_dir: str,
+    data: str | None = None,
+    size: str = "tiny",
+    steps: int | None = None,
+    quick: bool = False,
+    overwrite: bool = False,
+    seed: int = 0,
+) -> bool:
+    """
+    Trains LoopedGPT on `data` (the Python standard library by default) and writes a `from_pretrained` directory
+    with `metrics.json`, `loss_vs_recurrences.png` and a model card to `output_dir`. The same call continues a run
+    that was interrupted. Returns whether the run is finished.
+
+    Raises:
+        `ValueError`: for an unknown size, unusable data, or an `output_dir` that holds something else.
+    """
+    if size not in SIZES:
+        raise ValueError(f"--size {size!r} must be one of {', '.join(SIZES)}.")
+    plan = SIZES[size]
+    recipe = replace(plan.recipe, seed=seed, total_steps=steps or (100 if quick else plan.recipe.total_steps))
+    output = Path(output_dir)
+    settings = {"data": data or "python standard library", "size": size, **asdict(recipe)}
+    work = _open_output(output, settings, overwrite)
+
+    began = time.perf_counter()
+    tokenizer, train, validation_texts = _prepare_data(work, data, plan.vocab_size)
+    rows = TokenRows(train, plan.length, seed)
+    prelude, core, coda = plan.layers
+    config = LoopedGPTConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=plan.width,
+        num_attention_heads=plan.heads,
+        num_prelude_layers=prelude,
+        num_core_layers=core,
+        num_coda_layers=coda,
+        num_recurrences=RECURRENCES,
+        trained_recurrences=MOST_RECURRENCES,
+        max_position_embeddings=plan.length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    model = LoopedGPTForCausalLM(config)
+    total = parameter_counts(config)["total"]
+    tokens = recipe.total_steps * recipe.batch_size * rows.length
+    print(
+        f"{config.depth_plan()}: {total:,} parameters, {len(train):,} training tokens, {recipe.total_steps:,} steps "
+        f"over {tokens:,} tokens ({tokens / (len(rows) * rows.length):.2f} epochs)"
+    )
+    result = pretrain(model, rows, recipe, work, tokenizer)
+    if not result.finished:
+        print(f"Stopped after step {result.step} of {recipe.total_steps}. Run the same command to continue.")
+        return False
+    _time_spent(work, time.perf_counter() - began)
+
+    shutil.copytree(newest_checkpoint(work), output, dirs_exist_ok=True, ignore=_training_state)
+    # From here on everything is measured on what was written, in fresh processes, as a user would load it.
+    held_out = work / "validation.jsonl"
+    _write_jsonl(held_out, validation_texts)
+    cap = ["--max-tokens", str(4096 if quick else 32768)]
+    losses = json.loads(
+        _looped("eval", str(output), str(held_out), "--recurrences", f"1..{MOST_RECURRENCES}", "--json", *cap)
+    )
+    prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
+    sample = _looped("generate", str(output), prompt, "--max-new-tokens", "96", "--seed", str(seed))
+    for row in losses:
+        row["gflops"] = forward_flops_per_token(config, num_recurrences=row["num_recurrences"]) / 1e9
+    held_out_tokens = token_stream(tokenizer, validation_texts)
+    metrics = {
+        "validation": losses,
+        "unigram_nats_per_token": unigram_loss(train, held_out_tokens[: losses[0]["tokens"] + 1], len(tokenizer)),
+        "parameters": parameter_counts(config),
+        "training": {
+            "steps": recipe.total_steps,
+            "tokens": tokens,
+            "tokens_per_second": round(result.tokens_per_second),
+            "seconds": round(_time_spent(work)),
+            "flops": tokens * training_flops_per_token(config),
+            "final_loss": sum(result.losses[-20:]) / max(1, len(result.losses[-20:])),
+        },
+        "settings": settings,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    _plot(output / "loss_vs_recurrences.png", losses, metrics["unigram_nats_per_token"])
+    _write_card(output, config, metrics, prompt)
+    print(f"\n{sample}\n")
+    print("recurrences  nats/token  bits/byte  GFLOPs/token")
+    for row in losses:
+        print(
+            f"{row['num_recurrences']:11d}  {row['nats_per_token']:10.4f}  {row['bits_per_byte']:9.4f}  "
+            f"{row['gflops']:12.4f}"
+        )
+    print(f"    unigram  {metrics['unigram_nats_per_token']:10.4f}")
+    print(
+        f"\n{output}/ holds the checkpoint, metrics.json, loss_vs_recurrences.png and README.md. Try:\n"
+        f"  looped generate {output} {json.dumps(prompt)} --recurrences 8"
+    )
+    return True
+
+
+def _open_output(output: Path, settings: dict, overwrite: bool) -> Path:
+    """The working folder inside `output`, new or that of an earlier call with the same settings."""
+    work = output / "training"
+    record = work / "settings.json"
+    if overwrite and record.exists():
+        shutil.rmtree(output)
+    if record.exists():
+        changed = {name: was for name, was in json.loads(record.read_text()).items() if settings.get(name) != was}
+        if changed:
+            was = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+            raise ValueError(f"{output} holds a run with {was}: call it with the same, or pass --overwrite.")
+    elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists and is not a demo's: choose a new directory.")
+    work.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(settings, indent=2) + "\n")
+    return work
+
+
+def _prepare_data(work: Path, data: str | None, vocab_size: int):
+    """Tokenizer, training stream and held-out texts; the first two are kept in `work` for a continued run."""
+    from transformers import AutoTokenizer
+
+    train_texts, validation_texts = split_by_name(read_texts(data) if data else standard_library())
+    digest = hashlib.sha256("\0".join(train_texts).encode("utf-8", "replace")).hexdigest()
+    folder, stream = work / f"data-{digest[:12]}", work / f"data-{digest[:12]}" / "train.npy"
+    if not stream.exists():
+        size = sum(map(len, train_texts)) / 1e6
+        print(f"Training a tokenizer of {vocab_size:,} tokens on {len(train_texts):,} texts ({size:.1f} MB) ...")
+        tokenizer = train_tokenizer(train_texts, vocab_size)
+        tokenizer.save_pretrained(folder)
+        np.save(folder / "writing.npy", token_stream(tokenizer, train_texts))
+        os.replace(folder / "writing.npy", stream)
+    return AutoTokenizer.from_pretrained(folder), np.load(stream, mmap_mode="r"), validation_texts
+
+
+def _time_spent(work: Path, seconds: float | None = None) -> float:
+    path = work / "seconds.json"
+    if seconds is not None and not path.exists():
+        path.write_text(json.dumps(seconds))
+    return json.loads(path.read_text())
+
+
+def _training_state(folder: str, names: list[str]) -> set[str]:
+    return {"optimizers.pt", "progress.json"}.intersection(names)
+
+
+def _write_jsonl(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def _looped(*arguments: str) -> str:
+    """The command `looped` in a process of its own. Returns what it prints."""
+    run = subprocess.run([sys.executable, "-m", "looped_cli", *arguments], stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        raise RuntimeError(f"looped {arguments[0]} ended with {run.returncode}; its message stands above.")
+    return run.stdout.rstrip("\n")
+
+
+def _plot(path: Path, losses: list[dict], unigram: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    counts = [row["num_recurrences"] for row in losses]
+    nats = [row["nats_per_token"] for row in losses]
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.plot(counts, nats, marker="o", color="#1f5fa8")
+    for count, value in zip(counts, nats):
+        axes.annotate(f"{value:.3f}", (count, value), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8)
+    axes.axvline(RECURRENCES, color="0.7", linewidth=1, linestyle="--", zorder=0)
+    axes.text(RECURRENCES + 0.06, max(nats), "default", color="0.45", fontsize=8, va="top")
+    spread = max(nats) - min(nats)
+    axes.set_ylim(min(nats) - 0.15 * spread - 0.01, max(nats) + 0.25 * spread + 0.01)
+    axes.set(xlabel="recurrences (passes over the core)", ylabel="held-out loss (nats per token)", xticks=counts)
+    axes.set_title(f"One model, its depth turned at run time (unigram model: {unigram:.2f})", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.92")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _write_card(output: Path, config: LoopedGPTConfig, metrics: dict, prompt: str) -> None:
+    from huggingface_hub import ModelCard, ModelCardData
+
+    training, settings = metrics["training"], metrics["settings"]
+    loss = metrics["validation"][RECURRENCES - 1]
+    plan = config.depth_plan()
+    card = ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=["looped", "recurrent-depth", "modeling-looped", config.model_type],
+        ),
+        template_path=str(files("modeling_looped.hub_cards") / "base.md"),
+        title=f"LoopedGPT {plan}",
+        summary="A looped language model: one block of layers is run several times, and how often is chosen per call.",
+        plan=str(plan),
+        unique_layers=plan.unique_layers,
+        effective_depth=plan.effective_depth,
+        num_recurrences=config.num_recurrences,
+        trained_recurrences=config.trained_recurrences,
+        injection=config.injection,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        counts=metrics["parameters"],
+        prompt=prompt,
+        losses=metrics["validation"],
+        evaluation=(
+            f"Over {loss['tokens']:,} held-out tokens ({loss['bytes']:,} bytes) in windows of "
+            f"{config.max_position_embeddings}; a unigram model of the same tokens has "
+            f"{metrics['unigram_nats_per_token']:.4f} nats. Measured by `looped eval` on this directory."
+        ),
+        training=(
+            f"{training['steps']:,} steps of {settings['batch_size']} rows of {config.max_position_embeddings} tokens "
+            f"({training['tokens']:,} tokens) of {settings['data']}, in {training['seconds']} s at "
+            f"{training['tokens_per_second']:,} tokens per second; recurrences drawn per step "
+            f"({settings['depth_scheme']}, at most {config.trained_recurrences}). Muon on the matrices, AdamW on the "
+            "rest; `metrics.json` has every setting. Made by `looped demo`."
+        ),
+        limits="A demonstration trained for minutes. It writes the look of its data, not its sense.",
+        citation=(
+            "Kristian Schwethelm, Daniel Rückert, Georgios Kaissis. How Much Is One Recurrence Worth? Iso-Depth "
+            "Scaling Laws for Looped Language Models. arXiv 2604.21106, 2026."
+        ),
+    )
+    card.save(output / "README.md")

@@ -1,0 +1,259 @@
+"""Pretraining through Accelerate: one loop, from two CPU cores up, that can be stopped and continued at any step."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling_looped.depth_sampling import DepthSampler
+
+from .tokens import TokenRows
+
+
+@dataclass
+class PretrainRecipe:
+    """What a run consists of, apart from its model and its data. Learning rates are peaks."""
+
+    total_steps: int = field(default=480, metadata={"help": "Optimizer steps."})
+    batch_size: int = field(default=8, metadata={"help": "Rows of an optimizer step, over all ranks and micro-steps."})
+    micro_steps: int = field(default=1, metadata={"help": "Forward and backward passes that one step adds up."})
+    matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon, RMS-matched, on the matrices of the blocks."})
+    embedding_lr: float = field(default=0.3, metadata={"help": "AdamW, on the token embedding."})
+    other_lr: float = field(default=5e-3, metadata={"help": "AdamW, on the head, the norms and lane weights."})
+    warmup_steps: int = field(default=0, metadata={"help": "Steps of linear warm-up."})
+    final_lr: float = field(default=0.1, metadata={"help": "Share of the peak that the linear decay ends at."})
+    gradient_clip: float | None = field(default=None, metadata={"help": "Largest global gradient norm, if any."})
+    depth_scheme: str = field(default="fixed", metadata={"help": "How recurrences are drawn: see DepthSampler."})
+    depth_mean: float | None = field(default=None, metadata={"help": "Mean of the log-normal schemes."})
+    precision: str = field(default="bf16", metadata={"help": "bf16 autocast, or no."})
+    activation_checkpointing: bool = field(default=False, metadata={"help": "Recompute each layer in the backward."})
+    checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
+    seed: int = field(default=0, metadata={"help": "Of the weights, the order of the rows and the depths."})
+
+    def __post_init__(self):
+        for name in ("total_steps", "batch_size", "micro_steps", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.precision not in ("bf16", "no"):
+            raise ValueError(f"precision={self.precision!r} must be 'bf16' or 'no' (fp16 is unusable on CPUs).")
+
+    def learning_rate(self, step: int) -> float:
+        """Multiplier of the peak at `step`: linear warm-up, then linear decay to `final_lr`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        left = (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps)
+        return self.final_lr + (1 - self.final_lr) * left
+
+    def depth_sampler(self, config: PreTrainedConfig) -> DepthSampler:
+        """Draws up to the configuration's `trained_recurrences`; `fixed` is its `num_recurrences`."""
+        most = config.num_recurrences if self.depth_scheme == "fixed" else config.trained_recurrences
+        return DepthSampler(self.depth_scheme, maximum=most, mean=self.depth_mean)
+
+
+def make_optimizers(model: PreTrainedModel, recipe: PretrainRecipe) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of the blocks and of the injection, AdamW on everything else."""
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.dim() == 2 and p is not embedding and p is not head and min(p.shape) > 8]
+    taken = {id(p) for p in [*matrices, embedding]}
+    others = [p for p in parameters if id(p) not in taken]
+    muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": [embedding], "lr": recipe.embedding_lr}, {"params": others, "lr": recipe.other_lr}]
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return [muon, adamw]
+
+
+@dataclass
+class PretrainResult:
+    """`finished` is False after an interrupt; `losses` are those of the steps run in this process."""
+
+    finished: bool
+    step: int
+    losses: list[float]
+    tokens_per_second: float
+
+
+def pretrain(
+    model: PreTrainedModel,
+    rows: TokenRows,
+    recipe: PretrainRecipe,
+    output_dir: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = True,
+) -> PretrainResult:
+    """
+    Trains `model` in place, from the newest checkpoint under `output_dir` if there is one.
+
+    Row order, depths and learning rates are functions of the step, so a continued run repeats what an uninterrupted
+    one would have done. SIGINT and SIGTERM write a checkpoint after the step at hand and return
+    `finished=False`. A checkpoint is a `from_pretrained` directory with the optimizers' state beside it.
+
+    Raises:
+        `ValueError`: where the checkpoint belongs to another recipe, or ranks that the launcher started do not see
+        each other.
+        `FloatingPointError`: at the first loss that is not finite; the last checkpoint stays.
+    """
+    accelerator = Accelerator(mixed_precision=recipe.precision)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world != accelerator.num_processes:
+        raise ValueError(
+            f"The launcher started {world} processes and Accelerate sees {accelerator.num_processes}: on CPUs, set "
+            "ACCELERATE_USE_CPU=true before the launcher."
+        )
+    per_rank, rest = divmod(recipe.batch_size, world * recipe.micro_steps)
+    if rest or per_rank < 1:
+        raise ValueError(
+            f"batch_size={recipe.batch_size} does not split over {world} processes and {recipe.micro_steps} "
+            "micro-steps: make it a multiple."
+        )
+    output_dir = Path(output_dir)
+    sampler = recipe.depth_sampler(model.config)
+    if recipe.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    optimizers = make_optimizers(model, recipe)
+    start = 0
+    checkpoint = newest_checkpoint(output_dir)
+    if checkpoint is not None:
+        start = _restore(checkpoint, model, optimizers, recipe)
+    model.train()
+    wrapped, *optimizers = accelerator.prepare(model, *optimizers)
+
+    stop = _StopSignals()
+    losses: list[float] = []
+    began = time.perf_counter()
+    bar = tqdm(
+        range(start, recipe.total_steps),
+        initial=start,
+        total=recipe.total_steps,
+        unit="step",
+        desc="pretrain",
+        disable=not (progress and accelerator.is_main_process),
+    )
+    step = start
+    with stop:
+        for step in bar:
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * recipe.learning_rate(step)
+            step_loss = torch.zeros((), device=accelerator.device)
+            for micro_step in range(recipe.micro_steps):
+                micro_batch = step * recipe.micro_steps + micro_step
+                first = (micro_batch * world + accelerator.process_index) * per_rank
+                batch = rows.batch(first, per_rank).to(accelerator.device)
+                depth = sampler.draw(recipe.seed, step, micro_step)
+                last = micro_step == recipe.micro_steps - 1
+                with nullcontext() if last else accelerator.no_sync(wrapped):
+                    loss = wrapped(batch, labels=batch, use_cache=False, num_recurrences=depth).loss
+                    accelerator.backward(loss / recipe.micro_steps)
+                step_loss += loss.detach() / recipe.micro_steps
+            loss = accelerator.reduce(step_loss, "mean").item()
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"The loss of step {step} is {loss}. Lower the learning rates; the last checkpoint is intact."
+                )
+            if recipe.gradient_clip is not None:
+                accelerator.clip_grad_norm_(wrapped.parameters(), recipe.gradient_clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss)
+            speed = len(losses) * recipe.batch_size * rows.length / (time.perf_counter() - began)
+            bar.set_postfix(loss=f"{_recent(losses):.3f}", r=depth, tokens_per_s=f"{speed:,.0f}", refresh=False)
+            done = step + 1
+            stopping = _any_rank(accelerator, stop.received)
+            if done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping:
+                if accelerator.is_main_process:
+                    _save(output_dir, done, accelerator.unwrap_model(wrapped), optimizers, recipe, tokenizer)
+                accelerator.wait_for_everyone()
+            if stopping and done < recipe.total_steps:
+                bar.close()
+                return PretrainResult(False, done, losses, speed)
+    speed = len(losses) * recipe.batch_size * rows.length / max(time.perf_counter() - began, 1e-9)
+    return PretrainResult(True, recipe.total_steps, losses, speed)
+
+
+def newest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The checkpoint directory of the latest step under `output_dir`, if any."""
+    found = Path(output_dir).glob("step-*")
+    return max((path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]), default=None)
+
+
+class _StopSignals:
+    """Remembers SIGINT and SIGTERM while a step runs; a second SIGINT interrupts at once."""
+
+    def __enter__(self):
+        self.received = False
+        self._previous = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._previous[number] = signal.signal(number, self._receive)
+            except ValueError:  # not the main thread, which alone may set handlers
+                break
+        return self
+
+    def _receive(self, number, frame):
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = True
+
+    def __exit__(self, *exception):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def _any_rank(accelerator: Accelerator, flag: bool) -> bool:
+    if accelerator.num_processes == 1:
+        return flag
+    return accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum").item() > 0
+
+
+def _recent(losses: list[float]) -> float:
+    return sum(losses[-20:]) / len(losses[-20:])
+
+
+def _save(output_dir: Path, step: int, model, optimizers, recipe: PretrainRecipe, tokenizer) -> None:
+    """Written aside and renamed, so that a checkpoint under its own name is always whole."""
+    aside, final = output_dir / f".writing-step-{step}", output_dir / f"step-{step}"
+    shutil.rmtree(aside, ignore_errors=True)
+    model.save_pretrained(aside)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(aside)
+    torch.save([optimizer.state_dict() for optimizer in optimizers], aside / "optimizers.pt")
+    (aside / "progress.json").write_text(json.dumps({"step": step, "recipe": asdict(recipe)}, indent=2) + "\n")
+    for path in aside.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(aside, final)
+    for older in output_dir.glob("step-*"):
+        if older != final:
+            shutil.rmtree(older)
+
+
+def _restore(checkpoint: Path, model, optimizers, recipe: PretrainRecipe) -> int:
+    from safetensors.torch import load_model
+
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    changed = [name for name, value in asdict(recipe).items() if progress["recipe"].get(name) != value]
+    if changed:
+        was = ", ".join(f"{name}={progress['recipe'].get(name)!r}" for name in changed)
+        raise ValueError(f"{checkpoint} was trained with {was}: continue with the same, or choose another directory.")
+    load_model(model, str(checkpoint / "model.safetensors"))
+    states = torch.load(checkpoint / "optimizers.pt", weights_only=True, map_location="cpu")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    return progress["step"]
