@@ -8,7 +8,7 @@ demo: .venv/.train
 	$(BIN)/looped demo $(DEMO_OUTPUT)
 
 test: .venv/.test
-	$(BIN)/python -m pytest -m "not ($(SLOW))"
+	$(BIN)/python -m pytest -n auto -m "not ($(SLOW))"
 
 test-all: .venv/.test
 	$(BIN)/python -m pytest

@@ -10,7 +10,7 @@ from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tests run side by side, one process a core
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 INJECTIONS = ("linear", "additive", "none", "hyperconnection")

@@ -11,7 +11,6 @@ import json
 import re
 import tempfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..accounting import parameter_counts
 from ..configuration_looped import require_int
 from ..configuration_looped_gpt import LoopedGPTConfig
 from ..modeling_looped_gpt import LoopedGPTForCausalLM
@@ -132,8 +132,8 @@ def convert_iso_depth(source: str | Path, output: str | Path, overwrite: bool = 
     and a failure while writing leaves what was there.
 
     Args:
-        source (`str` or `Path`): A folder with `model_000010.pt` and `meta_000010.json`, the newest step of several, or
-            one such `.pt` file.
+        source (`str` or `Path`): A folder with `model_000010.pt` and `meta_000010.json`, of several steps the
+            newest, or one such `.pt` file.
         output (`str` or `Path`): The folder to write.
         overwrite (`bool`, defaults to `False`): Replace the files of an `output` that is not empty.
 
@@ -170,19 +170,9 @@ def convert_iso_depth(source: str | Path, output: str | Path, overwrite: bool = 
         unused[shard.name] = "state of the optimiser"
     _write(model, output)
     described = f"{config.depth_plan()}, injection {config.injection}, {str(dtype).removeprefix('torch.')}"
-    counts = _parameter_counts(used.values())
-    return Ledger(model_file, output, steps, described, used, unused, new, dropped, widened, counts)
-
-
-def convert_iso_depth_command(source: Path, output: Path, overwrite: bool = False) -> None:
-    """Body of `looped convert iso-depth SRC OUT [--overwrite]`: prints the ledger, or one sentence of what is wrong."""
-    import typer
-
-    try:
-        ledger = convert_iso_depth(source, output, overwrite)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
-    typer.echo(ledger)
+    return Ledger(
+        model_file, output, steps, described, used, unused, new, dropped, widened, parameter_counts(config)
+    )
 
 
 def _find(source: Path) -> tuple[Path, Path, tuple[str, ...]]:
@@ -195,7 +185,7 @@ def _find(source: Path) -> tuple[Path, Path, tuple[str, ...]]:
     elif source.is_file():
         # By its own name also the links that the official code makes, such as model_pre_warmdown.pt.
         if not re.fullmatch(r"model_\w+\.pt", source.name):
-            raise ValueError(f"{source} is not named like a checkpoint, model_000010.pt with meta_000010.json beside it.")
+            raise ValueError(f"{source} is not named like a checkpoint: model_000010.pt, beside meta_000010.json.")
         files = [source]
     else:
         raise FileNotFoundError(f"{source} does not exist: pass a folder with model_000010.pt and meta_000010.json.")
@@ -239,8 +229,8 @@ def _read_meta(meta_file: Path) -> tuple[dict[str, Any], LoopedGPTConfig, dict[s
     unknown = sorted(said.keys() - {*REQUIRED, *OPTIONAL})
     if unknown:
         raise ValueError(
-            f"model_config in {meta_file} holds {_listed(unknown)}, which may change what the model computes and which "
-            f"this converter does not know: it knows {', '.join((*REQUIRED, *OPTIONAL))}."
+            f"model_config in {meta_file} holds {_listed(unknown)}, which may change what the model computes and "
+            f"which this converter does not know: it knows {', '.join((*REQUIRED, *OPTIONAL))}."
         )
     required = [*REQUIRED, "num_lanes"] if said.get("input_injection") == "hyperconnect" else REQUIRED
     if missing := [name for name in required if name not in said]:
@@ -302,7 +292,7 @@ def _read_state(model_file: Path) -> dict[str, tuple[str, torch.Tensor]]:
     found = {}
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{model_file} holds {name!r}, which is a {type(tensor).__name__} and not a named tensor.")
+            raise ValueError(f"{model_file} holds {name!r}, of type {type(tensor).__name__}: only named tensors fit.")
         if tensor.dtype not in MASTER_DTYPES:
             raise ValueError(
                 f"{name} in {model_file} is stored as {str(tensor.dtype).removeprefix('torch.')}: master weights in "
@@ -342,7 +332,8 @@ def _check_keys(state, targets, new, said, model_file: Path, meta_file: Path) ->
         "without a source": new,
     }
     if any(wrong.values()):
-        fields = ", ".join(f"{name}={said[name]!r}" for name in ("n_prelude", "n_recur_block", "n_coda", "input_injection"))
+        names = ("n_prelude", "n_recur_block", "n_coda", "input_injection")
+        fields = ", ".join(f"{name}={said[name]!r}" for name in names)
         lists = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in wrong.items() if keys)
         raise ValueError(f"{model_file} is not the model that {meta_file.name} describes ({fields}): {lists}.")
 
@@ -375,16 +366,6 @@ def _write(model: LoopedGPTForCausalLM, output: Path) -> None:
             if replaced.exists():
                 replaced.rename(output)
             raise
-
-
-def _parameter_counts(used: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    counts = Counter(dict.fromkeys(("embedding", "head", "prelude", "core", "coda", "injection", "norms"), 0))
-    for target, shape in used:
-        names = target.split(".")
-        part = {"embed_tokens": "embedding", "lm_head": "head"}.get(names[-2], names[1])
-        counts["norms" if "norm" in names[-2] else part] += torch.Size(shape).numel()
-    total = counts.total()
-    return {**counts, "unique": total - counts["embedding"] - counts["head"], "total": total}
 
 
 def _listed(names: Iterable[str], most: int = 8) -> str:
