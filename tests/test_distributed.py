@@ -1,0 +1,99 @@
+"""Two ranks equal one process: DDP, FSDP2 and tensor parallelism over gloo, started by torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_worker as worker
+import pytest
+import torch
+from conftest import tiny_model
+from safetensors.torch import load_file
+
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def run_two_ranks(case: str, folder: Path) -> list[dict]:
+    """What each of two torchrun ranks left after `case` in distributed_worker.py."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    finished = subprocess.run(
+        [*command, worker.__file__, case, str(folder)], capture_output=True, text=True, timeout=280, env=environment
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def two_rank_runs(request, tmp_path_factory) -> list[dict]:
+    return run_two_ranks(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def assert_equal_training(two: dict, one: dict) -> None:
+    """Gradients to 1e-6 of each tensor's largest entry (at least 1), and weights to 1e-6."""
+    assert two.keys() == one.keys()
+    for part, tensors in one.items():
+        assert tensors.keys() == two[part].keys(), part
+        for name, expected in tensors.items():
+            scale = 1 if part == "weights" else max(1, expected.abs().max().item())
+            torch.testing.assert_close(
+                two[part][name], expected, rtol=0, atol=1e-6 * scale, msg=lambda m: f"{part}: {name}: {m}"
+            )
+
+
+def test_the_ranks_draw_different_depths_at_different_steps():
+    drawn = [worker.sampled_recurrences(worker.SEED, step) for step in range(worker.STEPS)]
+    assert min(drawn) <= 2 < max(drawn), "truncation to 2 passes has to matter in some steps and not in others"
+    assert len(set(drawn)) == worker.STEPS
+
+
+@pytest.mark.parametrize("name", worker.RUNS)
+def test_two_ranks_train_as_one_process_at_sampled_depths(two_rank_runs, name):
+    expected = worker.train(worker.run_model(name))
+    start = dict(worker.run_model(name).named_parameters())
+    assert max((expected["weights"][key] - start[key]).abs().max() for key in start) > 1e-3, "nothing was trained"
+    for rank in two_rank_runs:
+        assert_equal_training(rank[name], expected)
+
+
+def test_transformers_shards_by_the_configurations_fsdp_plan_and_trains_as_one_process(tmp_path):
+    worker.run_model("linear").save_pretrained(tmp_path)
+    ranks = run_two_ranks("fsdp_plan", tmp_path)
+    assert {"model.prelude.0", "model.core.0", "model.core.1", "model.coda.0"} <= set(ranks[0]["units"])
+    whole = {name: tuple(parameter.shape) for name, parameter in tiny_model().named_parameters()}
+    for name, shape in whole.items():
+        assert sum(rank["local shapes"][name][0] for rank in ranks) == shape[0], name
+    expected = worker.train(worker.run_model("linear"), recurrences=3)
+    for rank in ranks:
+        assert_equal_training({key: rank[key] for key in expected}, expected)
+    assert_saved_unchanged(tmp_path)
+
+
+def test_tensor_parallel_ranks_predict_as_one_process(tmp_path):
+    model = tiny_model(trained_recurrences=5)
+    model.save_pretrained(tmp_path)
+    ranks = run_two_ranks("tp", tmp_path)
+    sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    split = {"self_attn.k_proj": 0, "self_attn.o_proj": 1, "mlp.up_proj": 0, "mlp.down_proj": 1}
+    for section in ("prelude.0", "core.1", "coda.0"):
+        for name, dimension in split.items():
+            key = f"model.{section}.{name}.weight"
+            halves = [rank["local shapes"][key][dimension] for rank in ranks]
+            assert halves == [sizes[key][dimension] // 2] * 2, key
+    expected = worker.predict(model)
+    for rank in ranks:
+        for name, value in expected.items():
+            if name.startswith("text"):
+                assert torch.equal(rank[name], value), name
+            else:
+                torch.testing.assert_close(rank[name], value, rtol=0, atol=1e-5, msg=lambda m: f"{name}: {m}")
+    assert_saved_unchanged(tmp_path)
+
+
+def assert_saved_unchanged(checkpoint: Path) -> None:
+    """What the ranks saved together is the checkpoint that they loaded."""
+    saved, loaded = (load_file(folder / "model.safetensors") for folder in (checkpoint / "saved", checkpoint))
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], value) for name, value in loaded.items())

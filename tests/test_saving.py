@@ -1,0 +1,501 @@
+"""A checkpoint comes back bit for bit, with the package and without it, and one that does not fit is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import INJECTIONS, randomise, tiny_config, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
+
+from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM, LoopedGPTModel
+
+
+CODE = {
+    "configuration_looped.py",
+    "configuration_looped_gpt.py",
+    "depth_plan.py",
+    "generation_looped.py",
+    "looped_cache.py",
+    "modeling_looped_gpt.py",
+    "strict_loading.py",
+    "supported_versions.py",
+}
+HEADS = (AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering)
+GOLDEN = Path(__file__).parent / "golden" / "looped_gpt"
+INPUT_IDS = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+UP_PROJ = "core.0.mlp.up_proj.weight"
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, **kwargs) -> torch.Tensor:
+    """The first output: logits of a head (start logits in question answering), hidden states of the base model."""
+    return model(INPUT_IDS, **kwargs)[0]
+
+
+def fields(config: LoopedGPTConfig) -> dict:
+    """All that a configuration says but the folder it came from."""
+    return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def edited(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of the checkpoint `source` with `edit` done to its weights."""
+    shutil.copytree(source, target)
+    weights = load_file(target / "model.safetensors")
+    edit(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.fixture(scope="module")
+def model() -> LoopedGPTForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: LoopedGPTForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base_checkpoint(model: LoopedGPTForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base_checkpoint")
+    model.model.save_pretrained(folder)
+    return folder
+
+
+# With the package
+
+
+@pytest.mark.parametrize("injection", INJECTIONS)
+def test_saved_and_loaded_logits_are_bit_equal(injection: str, tmp_path: Path):
+    model = tiny_model(injection=injection)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LoopedGPTForCausalLM
+    assert fields(loaded.config) == fields(model.config)
+    for num_recurrences in (1, 3):
+        expected = logits(model, num_recurrences=num_recurrences)
+        assert torch.equal(logits(loaded, num_recurrences=num_recurrences), expected)
+
+
+def test_a_checkpoint_holds_safetensors_and_all_code_and_nothing_pickled(checkpoint: Path):
+    assert names(checkpoint) == CODE | {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_a_small_shard_size_splits_the_file_and_loads_equal(model: LoopedGPTForCausalLM, tmp_path: Path):
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = [name for name in names(tmp_path) if name.endswith(".safetensors")]
+    assert len(shards) > 3 and "model.safetensors.index.json" in names(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_config_json_returns_every_field(tmp_path: Path):
+    config = tiny_config(
+        injection="additive",
+        num_lanes=3,
+        num_recurrences=5,
+        trained_recurrences=4,
+        backprop_recurrences=2,
+        kv_sharing=2,
+        logit_softcap=None,
+        rms_norm_eps=1e-5,
+        rotary_dtype="bfloat16",
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        tie_word_embeddings=True,
+        intermediate_size=100,
+        num_labels=5,
+    )
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == "looped_gpt" and "num_hidden_layers" not in written  # it follows from the others
+    for loaded in (AutoConfig.from_pretrained(tmp_path), LoopedGPTConfig.from_dict(json.loads(config.to_json_string()))):
+        assert fields(loaded) == fields(config)
+        assert (loaded.num_hidden_layers, loaded.num_labels) == (12, 5)
+
+
+def test_the_base_model_loads_from_a_causal_checkpoint_and_back(
+    model: LoopedGPTForCausalLM, checkpoint: Path, base_checkpoint: Path
+):
+    base = AutoModel.from_pretrained(checkpoint)
+    assert type(base) is LoopedGPTModel and torch.equal(logits(base), logits(model.model))
+    causal, info = AutoModelForCausalLM.from_pretrained(base_checkpoint, output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"} and not info["unexpected_keys"]
+    assert torch.equal(logits(causal.model), logits(model.model))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(base_checkpoint).model), logits(model.model))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_new_task_head_is_reported_and_not_refused(head: type, model: LoopedGPTForCausalLM, checkpoint: Path):
+    with CaptureLogger(logging.get_logger("transformers")) as captured:
+        loaded = head.from_pretrained(checkpoint, num_labels=3)
+    new = "qa_outputs" if head is AutoModelForQuestionAnswering else "score"
+    assert f"{new}.weight" in captured.out and "lm_head.weight" in captured.out
+    assert torch.equal(logits(loaded.base_model), logits(model.model))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_task_heads_come_back_bit_equal(head: type, tmp_path: Path):
+    model = randomise(head.from_config(tiny_config(num_labels=2))).eval()
+    model.save_pretrained(tmp_path)
+    loaded = head.from_pretrained(tmp_path)
+    assert type(loaded) is type(model) and torch.equal(logits(loaded), logits(model))
+
+
+def test_trainer_checkpoints_hold_the_code_and_load(tmp_path: Path):
+    pytest.importorskip("accelerate", reason="Trainer needs it: pip install 'modeling-looped[train]'")
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_model()
+    before = logits(model)
+    arguments = TrainingArguments(
+        tmp_path, max_steps=1, save_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True
+    )
+    rows = [{"input_ids": row, "labels": row} for row in INPUT_IDS]
+    Trainer(model, arguments, train_dataset=rows).train()
+    saved = tmp_path / "checkpoint-1"
+    assert CODE <= names(saved) and "model.safetensors" in names(saved)
+    after = logits(AutoModelForCausalLM.from_pretrained(saved))
+    assert torch.equal(after, logits(model.eval())) and not torch.equal(after, before)
+
+
+# Overrides
+
+
+def test_num_recurrences_overrides_and_trained_recurrences_stay(
+    model: LoopedGPTForCausalLM, checkpoint: Path, tmp_path: Path
+):
+    deeper = AutoModelForCausalLM.from_pretrained(checkpoint, num_recurrences=7)
+    assert (deeper.config.num_recurrences, deeper.config.trained_recurrences) == (7, 3)
+    assert torch.equal(logits(deeper), logits(model, num_recurrences=7))
+    assert not torch.equal(logits(deeper), logits(model))
+    deeper.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.num_recurrences, config.trained_recurrences, config.num_hidden_layers) == (7, 3, 16)
+
+
+@pytest.mark.parametrize(
+    ("injection", "override", "words"),
+    [
+        ("linear", {"num_recurrences": 0}, ["num_recurrences=0", "at least 1"]),
+        ("linear", {"num_recurrences": "5"}, ["num_recurrences", "'5'", "int"]),
+        ("linear", {"injection": "none"}, ["unexpected", "model.injection.proj.weight"]),
+        ("linear", {"num_core_layers": 3}, ["missing", f"model.{UP_PROJ.replace('0', '2')}"]),
+        ("linear", {"num_hidden_layers": 5}, ["num_hidden_layers=5", "2 x num_recurrences"]),
+        ("hyperconnection", {"num_recurrences": 4}, ["num_recurrences=4", "trained_recurrences=3"]),
+        ("hyperconnection", {"trained_recurrences": 4}, ["model.injection.alpha", "(3, 2)", "(4, 2)"]),
+        ("hyperconnection", {"backprop_recurrences": 1}, ["backprop_recurrences=1", "hyperconnection"]),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_overrides_that_the_weights_cannot_follow_are_refused(
+    injection: str, override: dict, words: list[str], tmp_path: Path
+):
+    tiny_model(injection=injection).save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        AutoModelForCausalLM.from_pretrained(tmp_path, **override)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value), error.value
+
+
+# Strict loading
+
+
+def drop(weights: dict, prefix: str):
+    del weights[prefix + UP_PROJ]
+
+
+def add(weights: dict, prefix: str):
+    weights[f"{prefix}core.7.mlp.up_proj.weight"] = weights[prefix + UP_PROJ].clone()
+
+
+def shorten(weights: dict, prefix: str):
+    weights[prefix + UP_PROJ] = weights[prefix + UP_PROJ][:-1].clone()
+
+
+DEFECTS = {
+    "missing": (drop, [UP_PROJ]),
+    "unexpected": (add, ["core.7.mlp.up_proj.weight"]),
+    "mismatched": (shorten, [UP_PROJ, "(255, 64)", "(256, 64)"]),
+}
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
+@pytest.mark.parametrize("kind", ["base", "causal"])
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_weights_that_do_not_fit_are_refused_with_their_list(
+    auto_class: type, kind: str, defect: str, checkpoint: Path, base_checkpoint: Path, tmp_path: Path
+):
+    edit, words = DEFECTS[defect]
+    source, prefix = (base_checkpoint, "") if kind == "base" else (checkpoint, "model.")
+    broken = edited(source, tmp_path / "broken", lambda weights: edit(weights, prefix))
+    with pytest.raises(ValueError) as error:
+        auto_class.from_pretrained(broken)
+    message = str(error.value)
+    assert all(word in message for word in [*words, str(broken)]) and "\n" not in message, message
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_weights_that_do_not_fit_load_on_request(
+    defect: str, model: LoopedGPTForCausalLM, checkpoint: Path, tmp_path: Path
+):
+    edit, words = DEFECTS[defect]
+    broken = edited(checkpoint, tmp_path / "broken", lambda weights: edit(weights, "model."))
+    loaded, info = AutoModelForCausalLM.from_pretrained(broken, output_loading_info=True)
+    # Of a mismatch transformers gives (key, shape in the file, shape in the model).
+    keys = {found[0] if isinstance(found, tuple) else found for found in info[f"{defect}_keys"]}
+    assert keys == {f"model.{words[0]}"} and sum(map(len, info.values())) == 1
+    ignoring = AutoModelForCausalLM.from_pretrained(broken, ignore_mismatched_sizes=True)
+    for found in (loaded, ignoring):
+        assert torch.equal(found.model.coda[0].mlp.up_proj.weight, model.model.coda[0].mlp.up_proj.weight)
+        assert torch.isfinite(logits(found)).all()
+
+
+# Precision, devices, embeddings
+
+
+@pytest.mark.parametrize("injection", INJECTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loads_and_runs(injection: str, dtype: torch.dtype, tmp_path: Path):
+    model = tiny_model(injection=injection)
+    model.save_pretrained(tmp_path / "fp32")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=dtype)
+    # fp16 lacks the range for what the loop accumulates there; bf16 has it.
+    kept = {p.dtype for name, p in half.named_parameters() if "injection" in name}
+    assert kept <= {torch.float32 if dtype is torch.float16 else torch.bfloat16}
+    assert {p.dtype for name, p in half.named_parameters() if "injection" not in name} == {dtype}
+    half_logits = logits(half)
+    assert half_logits.dtype is torch.float32
+    assert (half_logits - logits(model)).abs().max() < (0.05 if dtype is torch.float16 else 0.4)  # of 15
+    half.save_pretrained(tmp_path / "half")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert again.dtype is dtype and torch.equal(logits(again), half_logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resized_embeddings_come_back(tied: bool, tmp_path: Path):
+    model = tiny_model(tie_word_embeddings=tied)
+    before = logits(model)
+    model.resize_token_embeddings(105)
+    model.save_pretrained(tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.vocab_size == 105 and logits(loaded).shape[-1] == 105
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    assert torch.equal(logits(loaded), logits(model))
+    torch.testing.assert_close(logits(loaded)[..., :97], before, atol=1e-5, rtol=0)
+
+
+def test_tied_embeddings_are_stored_once_and_come_back_tied(tmp_path: Path):
+    model = tiny_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_device_map_to_one_device_is_bit_equal(model: LoopedGPTForCausalLM, checkpoint: Path):
+    pytest.importorskip("accelerate", reason="device_map needs it: pip install 'modeling-looped[train]'")
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, device_map={"": "cpu"})
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("injection", INJECTIONS)
+def test_layers_on_disk_give_equal_logits(injection: str, tmp_path: Path):
+    pytest.importorskip("accelerate", reason="device_map needs it: pip install 'modeling-looped[train]'")
+    model = tiny_model(injection=injection)
+    model.save_pretrained(tmp_path / "checkpoint")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", device_map="auto", max_memory={"cpu": 500_000}, offload_folder=tmp_path / "offload"
+    )
+    assert loaded.hf_device_map["model.core"] == loaded.hf_device_map["model.injection"] == "disk"
+    assert {parameter.device.type for parameter in loaded.model.core.parameters()} == {"meta"}
+    for num_recurrences in (1, 3):
+        expected = logits(model, num_recurrences=num_recurrences)
+        assert torch.equal(logits(loaded, num_recurrences=num_recurrences), expected)
+
+
+def test_quantisation_leaves_the_injection_and_the_norms_alone(model: LoopedGPTForCausalLM, checkpoint: Path):
+    quanto = pytest.importorskip("optimum.quanto", reason="quantisation is tried with optimum-quanto")
+    from transformers import QuantoConfig
+
+    quantised = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=QuantoConfig(weights="int8"))
+    found = {name for name, module in quantised.named_modules() if isinstance(module, quanto.QLinear)}
+    blocks = {
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name.endswith("_proj")
+    }
+    assert found == blocks and len(blocks) == 4 * 6
+    originals = dict(model.named_parameters())
+    for name, parameter in quantised.named_parameters():
+        if name.rpartition(".")[0] not in blocks:
+            assert torch.equal(parameter, originals[name]), name
+    difference = (logits(quantised) - logits(model)).abs().max()
+    assert 0 < difference < 0.5  # of 15
+
+
+# Without the package
+
+REMOTE = '''
+import json
+import sys
+from pathlib import Path
+
+
+class NoPackage:
+    """Without it an installed package would be found, and its registered classes would win over the code."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "modeling_looped":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, NoPackage())
+try:
+    import modeling_looped
+except ModuleNotFoundError:
+    pass
+else:
+    sys.exit("the package is importable")
+
+import shutil
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+job = json.loads(sys.argv[1])
+torch.set_num_threads(job["threads"])
+expected = torch.load("expected.pt", weights_only=True)
+input_ids = expected["input_ids"]
+remote = {"trust_remote_code": True}
+
+
+def check(model, name):
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    with torch.no_grad():
+        for num_recurrences, output in expected[name].items():
+            found = model(input_ids, num_recurrences=num_recurrences)[0]
+            assert torch.equal(found, output), (name, num_recurrences, (found - output).abs().max())
+
+
+for name, auto_class in job["checkpoints"].items():
+    auto_class = getattr(transformers, auto_class)
+    source, resaved = Path(name), Path("resaved") / name
+    config = AutoConfig.from_pretrained(source, **remote)
+    assert type(config).__module__.startswith("transformers_modules."), type(config)
+    assert (config.num_hidden_layers, str(config.depth_plan())) == (8, "Loop(1-2x3-1)")
+    model = auto_class.from_pretrained(source, **remote)
+    check(model, name)
+    model.save_pretrained(resaved)
+    assert {p.name for p in resaved.iterdir()} >= {p.name for p in source.iterdir()} - {"generation_config.json"}
+    shutil.rmtree(source)  # what is loaded next leans on nothing of the first copy
+    again = auto_class.from_pretrained(resaved, **remote)
+    check(again, name)
+    if name == "linear":
+        tokens = again.generate(input_ids, num_recurrences=2, max_new_tokens=6, do_sample=False)
+        assert torch.equal(tokens, expected["generated"]), tokens
+        deeper = auto_class.from_pretrained(resaved, num_recurrences=7, **remote)
+        assert (deeper.config.num_recurrences, deeper.config.trained_recurrences) == (7, 3)
+        check(transformers.AutoModel.from_pretrained(resaved, **remote), "base")
+        try:
+            auto_class.from_pretrained(resaved, injection="none", **remote)
+        except ValueError as error:
+            assert "model.injection.proj.weight" in str(error), error
+        else:
+            sys.exit("a checkpoint that does not fit was loaded")
+
+assert "modeling_looped" not in sys.modules
+print("checked", len(job["checkpoints"]))
+'''
+
+
+def test_checkpoints_load_and_save_where_the_package_is_not_installed(tmp_path: Path):
+    """One clean process for all of it: an empty folder, a cache of its own, and the package out of reach."""
+    models = {injection: ("AutoModelForCausalLM", tiny_model(injection=injection)) for injection in INJECTIONS}
+    models |= {
+        head.__name__: (head.__name__, randomise(head.from_config(tiny_config(num_labels=2))).eval()) for head in HEADS
+    }
+    models["base"] = ("AutoModel", models["linear"][1].model)
+    expected = {"input_ids": INPUT_IDS}
+    for name, (_, model) in models.items():
+        model.save_pretrained(tmp_path / name)
+        expected[name] = {passes: logits(model, num_recurrences=passes) for passes in (1, 3)}
+    expected["generated"] = models["linear"][1].generate(
+        INPUT_IDS, num_recurrences=2, max_new_tokens=6, do_sample=False
+    )
+    torch.save(expected, tmp_path / "expected.pt")
+    (tmp_path / "remote.py").write_text(REMOTE)
+
+    job = {"threads": torch.get_num_threads(), "checkpoints": {name: auto for name, (auto, _) in models.items()}}
+    process = subprocess.run(
+        [sys.executable, "-I", "remote.py", json.dumps(job)],  # -I: neither PYTHONPATH nor the folder of the script
+        cwd=tmp_path,
+        env=os.environ | {"HF_HOME": str(tmp_path / "hf_home"), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,  # where transformers would ask for trust
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stdout.splitlines()[-1] == f"checked {len(models)}"
+
+    for name, (auto_class, model) in models.items():  # and what was saved there loads here
+        loaded = globals()[auto_class].from_pretrained(tmp_path / "resaved" / name)
+        assert type(loaded) is type(model) and torch.equal(logits(loaded), logits(model))
+
+
+# The past
+
+
+def golden_logits(model: PreTrainedModel, input_ids: list[list[int]], num_recurrences: int) -> torch.Tensor:
+    """The first eight logits at the last two positions."""
+    with torch.no_grad():
+        return model(torch.tensor(input_ids), num_recurrences=num_recurrences).logits[:, -2:, :8]
+
+
+def write_golden() -> None:
+    """`LOOPED_WRITE_GOLDEN=1 pytest tests/test_saving.py -k golden`: not without cause, for it stands for checkpoints
+    that users hold."""
+    model = tiny_model(hidden_size=16, num_attention_heads=2, num_key_value_heads=1)
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    model.save_pretrained(GOLDEN)
+    for name in names(GOLDEN) - {"config.json", "model.safetensors"}:
+        (GOLDEN / name).unlink()
+    input_ids = INPUT_IDS[:, :6].tolist()
+    values = {str(r): golden_logits(model, input_ids, r).tolist() for r in (1, 2, 3)}
+    (GOLDEN / "expected_logits.json").write_text(json.dumps({"input_ids": input_ids, "logits": values}, indent=1) + "\n")
+
+
+def test_the_golden_checkpoint_still_loads_and_gives_its_logits():
+    if os.environ.get("LOOPED_WRITE_GOLDEN"):
+        write_golden()
+    expected = json.loads((GOLDEN / "expected_logits.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN)
+    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 100_000
+    for num_recurrences, values in expected["logits"].items():
+        found = golden_logits(model, expected["input_ids"], int(num_recurrences))
+        torch.testing.assert_close(found, torch.tensor(values), atol=1e-5, rtol=0)
+    one, two, three = (torch.tensor(expected["logits"][str(r)]) for r in (1, 2, 3))
+    assert (one - two).abs().max() > 0.1 and (two - three).abs().max() > 0.1  # the loop is not idle in it
