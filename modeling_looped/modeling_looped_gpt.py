@@ -17,11 +17,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward, rotate_half
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
@@ -38,13 +34,16 @@ logger = logging.get_logger(__name__)
 
 
 class LoopedGPTRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's tables with the negative angle, in fp32 whatever the model's dtype (or rounded to bf16)."""
+    """
+    Llama's tables with the negative angle, in fp32 whatever the model's dtype (or rounded to bf16), and with a
+    dimension for the heads: (batch, length, 1, head size).
+    """
 
     def forward(self, x, position_ids):
         cos, sin = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
         if self.config.rotary_dtype == "bfloat16":
             cos, sin = cos.bfloat16().float(), sin.bfloat16().float()
-        return cos, -sin
+        return cos.unsqueeze(2), -sin.unsqueeze(2)
 
 
 class LoopedGPTAttention(nn.Module):
@@ -76,13 +75,13 @@ class LoopedGPTAttention(nn.Module):
         per_head = (*input_shape, -1, self.head_dim)
         query = self.q_proj(hidden_states).view(per_head)
         key = self.k_proj(hidden_states).view(per_head)
-        value = self.v_proj(hidden_states).view(per_head)
+        value = self.v_proj(hidden_states).view(per_head).transpose(1, 2)
 
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
-        eps = self.config.rms_norm_eps
-        query = F.rms_norm(query, (self.head_dim,), eps=eps).to(value.dtype)
-        key = F.rms_norm(key, (self.head_dim,), eps=eps).to(value.dtype)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        # Queries and keys together: what is done to both is many small operations, which decoding waits for.
+        cos, sin = position_embeddings
+        both = torch.cat([query, key], dim=2)
+        both = F.rms_norm(both * cos + rotate_half(both) * sin, (self.head_dim,), eps=self.config.rms_norm_eps)
+        query, key = both.to(value.dtype).transpose(1, 2).split([query.shape[2], key.shape[2]], dim=1)
 
         if cache is not None:
             key, value = cache.update(key, value, cache_slot, kwargs=kwargs)

@@ -97,7 +97,10 @@ CASES = {
     "depth below one pass": (config(num_hidden_layers=2), ["num_hidden_layers=2", "num_recurrences >= 1"]),
     "depth as text": (config(num_hidden_layers="eight"), ["num_hidden_layers='eight'", "whole number"]),
     "depth without a core": (config(num_core_layers=0, num_hidden_layers=8), ["num_core_layers=0", "at least 1"]),
-    "iso_depth that does not split": (iso_depth(num_recurrences=5), ["num_recurrences=5", "16 layers", "1, 2, 4, 8, 16"]),
+    "iso_depth that does not split": (
+        iso_depth(num_recurrences=5),
+        ["num_recurrences=5", "16 layers", "1, 2, 4, 8, 16"],
+    ),
     "iso_depth without room": (iso_depth(effective_depth=3), ["effective_depth=3", "prelude of 2", "coda of 2", "8"]),
     "iso_depth as text": (iso_depth(effective_depth="20"), ["effective_depth='20'", "whole number"]),
     "iso_depth of no size": (iso_depth(size=0), ["size=0", "at least 1"]),
