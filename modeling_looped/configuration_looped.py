@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ClassVar
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 
 from .supported_versions import SUPPORTED_TRANSFORMERS  # noqa: F401  first, so that its error is the first
 from .depth_plan import DepthPlan
@@ -25,6 +25,11 @@ def one_sentence_errors(config_class: type) -> type:
                 return method(self, *args, **kwargs)
             except ConfigurationError:
                 raise
+            except StrictDataclassFieldValidationError:
+                name, value = args  # types are checked in __setattr__ alone
+                kind = config_class.__dataclass_fields__[name].type
+                kind = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+                raise ConfigurationError(f"{config_class.__name__}: {name}={value!r} must be of type {kind}.") from None
             except StrictDataclassError as error:
                 raise ConfigurationError(f"{config_class.__name__}: {error.__cause__ or error}") from None
 
@@ -73,6 +78,8 @@ class LoopedConfigMixin:
 
     @num_hidden_layers.setter
     def num_hidden_layers(self, value: int):
+        require_int("num_hidden_layers", value, 1)
+        require_int("num_core_layers", self.num_core_layers, 1)
         once = self.num_prelude_layers + self.num_coda_layers
         passes, rest = divmod(value - once, self.num_core_layers)
         if rest or passes < 1:

@@ -135,12 +135,20 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
         """
         require_int("size", size, 1)
         require_int("num_recurrences", num_recurrences, 1)
+        require_int("effective_depth", effective_depth, 1)
+        for name, layers in (("num_prelude_layers", num_prelude_layers), ("num_coda_layers", num_coda_layers)):
+            require_int(name, layers, 0)
         width = math.ceil(64 * size / 128) * 128
         if num_recurrences == 1:
             num_prelude_layers = num_coda_layers = 0
             config_fields.setdefault("injection", "none")
         between = effective_depth - num_prelude_layers - num_coda_layers
-        if between < 1 or between % num_recurrences:
+        if between < 1:
+            raise ValueError(
+                f"effective_depth={effective_depth} leaves no layer between a prelude of {num_prelude_layers} and a "
+                f"coda of {num_coda_layers}: make it at least {num_prelude_layers + num_coda_layers + num_recurrences}."
+            )
+        if between % num_recurrences:
             possible = [r for r in range(1, between + 1) if between % r == 0]
             raise ValueError(
                 f"num_recurrences={num_recurrences} does not split the {between} layers between a prelude of "

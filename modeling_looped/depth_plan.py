@@ -6,7 +6,6 @@ something else in this package computes where a layer runs, one of the two is wr
 
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
 
 
 _LOOP = re.compile(r"(?:(\d+)-)?(\d+)x(\d+)(?:-(\d+))?")
@@ -108,7 +107,7 @@ class DepthPlan:
         """Number of executed layers."""
         return len(self.order)
 
-    @cached_property
+    @property
     def cache_slots(self) -> tuple[int, ...]:
         """
         The key-value cache slot of each executed position. A loop is laid out as

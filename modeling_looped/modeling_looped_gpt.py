@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -129,6 +130,10 @@ class LoopedGPTInjection(nn.Module):
     def __init__(self, config: LoopedGPTConfig):
         super().__init__()
 
+    def forward(self, step: str, *args) -> torch.Tensor:
+        """One of the steps below, by name: offloading and sharding hooks fetch weights when a module is called."""
+        return getattr(self, step)(*args)
+
     def open(self, prelude_output: torch.Tensor) -> torch.Tensor:
         return prelude_output
 
@@ -184,11 +189,12 @@ class LoopedGPTHyperconnection(LoopedGPTInjection):
         return prelude_output.expand(self.alpha.shape[1], *prelude_output.shape)
 
     def read(self, prelude_output, state, recurrence):
-        return (self.alpha[recurrence].view(-1, 1, 1, 1) * state).sum(0)
+        return (self.alpha[recurrence].view(-1, 1, 1, 1) * state).sum(0).to(state.dtype)
 
     def write(self, state, output, recurrence):
         mixing = self.mixing[recurrence].view(*self.mixing.shape[1:], 1, 1, 1)
-        return (mixing * state).sum(1) + self.beta[recurrence].view(-1, 1, 1, 1) * output
+        lanes = (mixing * state).sum(1) + self.beta[recurrence].view(-1, 1, 1, 1) * output
+        return lanes.to(state.dtype)  # the weights stay in fp32 in an fp16 model
 
     def close(self, state):
         return state.sum(0)
@@ -209,7 +215,8 @@ class LoopedGPTPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LoopedGPTDecoderLayer"]
-    _keep_in_fp32_modules = ["injection"]  # also what every quantiser leaves alone
+    # Also what every quantiser leaves alone: quantisers match from the start of a name, hence the optional prefix.
+    _keep_in_fp32_modules = [r"(?:.+\.)?injection"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -326,15 +333,17 @@ class LoopedGPTModel(LoopedGPTPreTrainedModel):
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         prelude_output = run(self.prelude, hidden_states)
 
-        state = self.injection.open(prelude_output)
+        state = self.injection("open", prelude_output)
         detached = num_recurrences - (self.config.backprop_recurrences or num_recurrences)
         for recurrence in range(num_recurrences):
-            hidden_states = run(self.core, self.injection.read(prelude_output, state, recurrence))
-            state = self.injection.write(state, self.recurrence_norm(hidden_states), recurrence)
+            hidden_states = run(self.core, self.injection("read", prelude_output, state, recurrence))
+            state = self.injection("write", state, self.recurrence_norm(hidden_states), recurrence)
             if recurrence < detached:  # truncated backpropagation, section 5.1
                 state = state.detach()
+                if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                    state.requires_grad_()  # reentrant checkpointing drops a layer whose input wants no gradient
 
-        hidden_states = run(self.coda, self.injection.close(state))
+        hidden_states = run(self.coda, self.injection("close", state))
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
 
     def _checked_recurrences(self, num_recurrences: int | None) -> int:
@@ -412,13 +421,23 @@ class LoopedGPTForCausalLM(LoopedGPTPreTrainedModel, LoopedGenerationMixin):
         )
 
 
-class LoopedGPTForSequenceClassification(GenericForSequenceClassification, LoopedGPTPreTrainedModel): ...
+class LoopedGPTTaskModel(LoopedGPTPreTrainedModel):
+    """Base of the heads that transformers' generic mixins build."""
+
+    def __init__(self, config: LoopedGPTConfig):
+        super().__init__(config)
+        # The mixins build the base model through AutoModel, which asks the user for trust once more, or refuses, where
+        # the configuration class comes from the code beside a checkpoint.
+        AutoModel.register(type(config), LoopedGPTModel, exist_ok=True)
 
 
-class LoopedGPTForTokenClassification(GenericForTokenClassification, LoopedGPTPreTrainedModel): ...
+class LoopedGPTForSequenceClassification(GenericForSequenceClassification, LoopedGPTTaskModel): ...
 
 
-class LoopedGPTForQuestionAnswering(GenericForQuestionAnswering, LoopedGPTPreTrainedModel): ...
+class LoopedGPTForTokenClassification(GenericForTokenClassification, LoopedGPTTaskModel): ...
+
+
+class LoopedGPTForQuestionAnswering(GenericForQuestionAnswering, LoopedGPTTaskModel): ...
 
 
 # Every save_pretrained then puts this code beside the weights, for machines without the package.

@@ -37,7 +37,7 @@ class DemoSize:
 
 _DEPTHS = {"depth_scheme": "poisson-lognormal", "depth_mean": 3.0}
 SIZES = {
-    "tiny": DemoSize(256, 4, (1, 2, 1), 2048, 256, PretrainRecipe(**_DEPTHS)),
+    "tiny": DemoSize(128, 2, (1, 1, 1), 2048, 256, PretrainRecipe(total_steps=850, batch_size=4, **_DEPTHS)),
     "small": DemoSize(384, 6, (2, 4, 2), 8192, 512, PretrainRecipe(total_steps=10_000, batch_size=32, **_DEPTHS)),
     "medium": DemoSize(640, 5, (2, 4, 2), 16384, 1024, PretrainRecipe(total_steps=20_000, batch_size=128, **_DEPTHS)),
     "large": DemoSize(1280, 10, (2, 4, 2), 32064, 2048, PretrainRecipe(total_steps=40_000, batch_size=256, **_DEPTHS)),

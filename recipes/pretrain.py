@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from modeling_looped.depth_sampling import DepthSampler
 
+from .optimizers import fastest_dtype, make_optimizers
 from .tokens import TokenRows
 
 
@@ -35,7 +36,7 @@ class PretrainRecipe:
     gradient_clip: float | None = field(default=None, metadata={"help": "Largest global gradient norm, if any."})
     depth_scheme: str = field(default="fixed", metadata={"help": "How recurrences are drawn: see DepthSampler."})
     depth_mean: float | None = field(default=None, metadata={"help": "Mean of the log-normal schemes."})
-    precision: str = field(default="bf16", metadata={"help": "bf16 autocast, or no."})
+    precision: str = field(default="auto", metadata={"help": "bf16 autocast, no, or auto: bf16 where it is faster."})
     activation_checkpointing: bool = field(default=False, metadata={"help": "Recompute each layer in the backward."})
     checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
     seed: int = field(default=0, metadata={"help": "Of the weights, the order of the rows and the depths."})
@@ -44,8 +45,8 @@ class PretrainRecipe:
         for name in ("total_steps", "batch_size", "micro_steps", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.precision not in ("bf16", "no"):
-            raise ValueError(f"precision={self.precision!r} must be 'bf16' or 'no' (fp16 is unusable on CPUs).")
+        if self.precision not in ("auto", "bf16", "no"):
+            raise ValueError(f"precision={self.precision!r} must be 'auto', 'bf16' or 'no' (fp16 is unusable on CPUs).")
 
     def learning_rate(self, step: int) -> float:
         """Multiplier of the peak at `step`: linear warm-up, then linear decay to `final_lr`."""
@@ -58,23 +59,6 @@ class PretrainRecipe:
         """Draws up to the configuration's `trained_recurrences`; `fixed` is its `num_recurrences`."""
         most = config.num_recurrences if self.depth_scheme == "fixed" else config.trained_recurrences
         return DepthSampler(self.depth_scheme, maximum=most, mean=self.depth_mean)
-
-
-def make_optimizers(model: PreTrainedModel, recipe: PretrainRecipe) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the blocks and of the injection, AdamW on everything else."""
-    embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if p.dim() == 2 and p is not embedding and p is not head and min(p.shape) > 8]
-    taken = {id(p) for p in [*matrices, embedding]}
-    others = [p for p in parameters if id(p) not in taken]
-    muon = torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    groups = [{"params": [embedding], "lr": recipe.embedding_lr}, {"params": others, "lr": recipe.other_lr}]
-    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
-    for optimizer in (muon, adamw):
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-    return [muon, adamw]
 
 
 @dataclass
@@ -107,7 +91,10 @@ def pretrain(
         each other.
         `FloatingPointError`: at the first loss that is not finite; the last checkpoint stays.
     """
-    accelerator = Accelerator(mixed_precision=recipe.precision)
+    precision = recipe.precision
+    if precision == "auto":
+        precision = "bf16" if fastest_dtype() is torch.bfloat16 else "no"
+    accelerator = Accelerator(mixed_precision=precision)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != accelerator.num_processes:
         raise ValueError(
@@ -124,7 +111,7 @@ def pretrain(
     sampler = recipe.depth_sampler(model.config)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable()
-    optimizers = make_optimizers(model, recipe)
+    optimizers = make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr)
     start = 0
     checkpoint = newest_checkpoint(output_dir)
     if checkpoint is not None:

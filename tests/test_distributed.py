@@ -1,6 +1,7 @@
 """Two ranks equal one process: DDP, FSDP2 and tensor parallelism over gloo, started by torchrun."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,21 @@ def run_two_ranks(case: str, folder: Path) -> list[dict]:
     """What each of two torchrun ranks left after `case` in distributed_worker.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    finished = subprocess.run(
-        [*command, worker.__file__, case, str(folder)], capture_output=True, text=True, timeout=280, env=environment
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
+    log = folder / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, worker.__file__, case, str(folder)],
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=280)
+        finally:
+            if process.poll() is None:  # ranks that wait for each other outlive torchrun, so the whole session ends
+                os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, log.read_text()[-6000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from modeling_looped import LoopedGPTForCausalLM
 from modeling_looped.eval.held_out import held_out_loss, parse_recurrences
 from modeling_looped.recipes.corpus import read_texts, split_by_name, standard_library
-from modeling_looped.recipes.pretrain import PretrainRecipe, make_optimizers, newest_checkpoint, pretrain
+from modeling_looped.recipes.optimizers import Muon, fastest_dtype, make_optimizers
+from modeling_looped.recipes.pretrain import PretrainRecipe, newest_checkpoint, pretrain
 from modeling_looped.recipes.tokens import TokenRows, token_stream, train_tokenizer, unigram_loss
 
 
@@ -132,7 +133,7 @@ def test_ranks_that_do_not_see_each_other_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("injection", ["linear", "hyperconnection"])
 def test_every_parameter_is_in_one_optimizer_once(injection):
     model = fresh_model(injection=injection)
-    muon, adamw = make_optimizers(model, RECIPE)
+    muon, adamw = make_optimizers(model, 1e-2, 0.3, 5e-3)
     held = [id(p) for optimizer in (muon, adamw) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters())
     matrices = {id(p) for group in muon.param_groups for p in group["params"]}
@@ -140,6 +141,20 @@ def test_every_parameter_is_in_one_optimizer_once(injection):
     assert id(model.model.core[0].mlp.up_proj.weight) in matrices
     if injection == "linear":
         assert id(model.model.injection.proj.weight) in matrices
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
+def test_muon_is_torch_s_but_for_the_dtype_of_its_iteration(shape):
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(weight.clone()) for weight in torch.randn(1, *shape).expand(2, -1, -1))
+    optimizers = Muon([ours], lr=0.1), torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        gradient = torch.randn(shape)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (theirs - ours).abs().max()
+    assert moved < 0.02 if fastest_dtype() is torch.float32 else moved == 0  # torch iterates in bf16: 3 digits
 
 
 def test_the_learning_rate_warms_up_and_decays_to_its_last_share():

@@ -1,0 +1,95 @@
+"""Muon for the matrices, AdamW for the rest, and which precision this machine multiplies faster in."""
+
+import functools
+import math
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+
+@functools.cache
+def fastest_dtype() -> torch.dtype:
+    """
+    bf16 where the hardware multiplies it at least as fast as fp32, else fp32. Timed, since nothing portable tells:
+    CPUs without bf16 units emulate it, 10 to 25 times slower than fp32 (AVX2, `python -m modeling_looped.recipes.optimizers`).
+    """
+    if torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    seconds = _matmul_seconds()
+    return min((torch.bfloat16, torch.float32), key=seconds.__getitem__)
+
+
+def _matmul_seconds() -> dict[torch.dtype, float]:
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = torch.ones(256, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
+        a @ b
+        began = time.perf_counter()
+        for _ in range(3):
+            a @ b
+        seconds[dtype] = (time.perf_counter() - began) / 3
+    return seconds
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` with RMS-matched updates, its orthogonalisation in `fastest_dtype()` instead of always bf16."""
+
+    def __init__(self, params, lr: float, momentum: float = 0.95):
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        dtype = fastest_dtype()
+        for group in self.param_groups:
+            params, grads, buffers = [], [], []
+            self._init_group(group, params, grads, buffers)
+            for param, grad, buffer in zip(params, grads, buffers):
+                buffer.lerp_(grad, 1 - group["momentum"])
+                update = grad.lerp(buffer, group["momentum"]).to(dtype)
+                rate = group["lr"] * 0.2 * math.sqrt(max(param.shape))
+                orthogonal = _orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                param.add_(orthogonal, alpha=-rate)
+        return loss
+
+
+def _orthogonalise(update: torch.Tensor, coefficients, steps: int, eps: float) -> torch.Tensor:
+    """Newton-Schulz towards the nearest orthogonal matrix, on the side with fewer rows."""
+    a, b, c = coefficients
+    tall = update.shape[0] > update.shape[1]
+    x = update.T if tall else update
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def make_optimizers(
+    model: PreTrainedModel, matrix_lr: float, embedding_lr: float, other_lr: float
+) -> list[torch.optim.Optimizer]:
+    """
+    Muon on the matrices of the blocks and of the injection, AdamW on the embedding, and AdamW on the head, the norms
+    and lane weights. Every group remembers its peak as `peak_lr`.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.dim() == 2 and p is not embedding and p is not head and min(p.shape) > 8]
+    taken = {id(p) for p in [*matrices, embedding]}
+    others = [p for p in parameters if id(p) not in taken]
+    groups = [{"params": [embedding], "lr": embedding_lr}, {"params": others, "lr": other_lr}]
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    optimizers = [Muon(matrices, lr=matrix_lr), adamw]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+if __name__ == "__main__":
+    for dtype, seconds in _matmul_seconds().items():
+        print(f"{dtype}: {2 * 256**3 / seconds / 1e9:.1f} GFLOP/s")
