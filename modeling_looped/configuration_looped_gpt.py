@@ -189,7 +189,7 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
             require_int("kv_sharing", self.kv_sharing, 1, " or 'all'")
         if self.backprop_recurrences is not None:
             require_int("backprop_recurrences", self.backprop_recurrences, 1, ", or None for all of them")
-        if self.logit_softcap is not None and self.logit_softcap <= 0:
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap={self.logit_softcap} must be positive, or None to turn it off.")
         if self.rms_norm_eps <= 0:
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive.")

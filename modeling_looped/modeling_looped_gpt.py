@@ -28,6 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_looped_gpt import LoopedGPTConfig
 from .generation_looped import LoopedGenerationMixin
 from .looped_cache import check_cache, drop_last_chunk, slot_schedule
+from .looped_outputs import states_of_this_depth
 from .strict_loading import StrictLoadingMixin
 
 
@@ -269,6 +270,7 @@ class LoopedGPTModel(LoopedGPTPreTrainedModel):
         self.post_init()
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @states_of_this_depth
     @merge_with_config_defaults
     @capture_outputs
     @auto_docstring

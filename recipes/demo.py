@@ -37,7 +37,7 @@ class DemoSize:
 
 _DEPTHS = {"depth_scheme": "poisson-lognormal", "depth_mean": 3.0}
 SIZES = {
-    "tiny": DemoSize(128, 2, (1, 1, 1), 2048, 256, PretrainRecipe(total_steps=850, batch_size=4, **_DEPTHS)),
+    "tiny": DemoSize(128, 2, (1, 1, 1), 2048, 256, PretrainRecipe(total_steps=650, batch_size=4, **_DEPTHS)),
     "small": DemoSize(384, 6, (2, 4, 2), 8192, 512, PretrainRecipe(total_steps=10_000, batch_size=32, **_DEPTHS)),
     "medium": DemoSize(640, 5, (2, 4, 2), 16384, 1024, PretrainRecipe(total_steps=20_000, batch_size=128, **_DEPTHS)),
     "large": DemoSize(1280, 10, (2, 4, 2), 32064, 2048, PretrainRecipe(total_steps=40_000, batch_size=256, **_DEPTHS)),
@@ -66,7 +66,7 @@ def demo(
     if size not in SIZES:
         raise ValueError(f"--size {size!r} must be one of {', '.join(SIZES)}.")
     plan = SIZES[size]
-    recipe = replace(plan.recipe, seed=seed, total_steps=steps or (100 if quick else plan.recipe.total_steps))
+    recipe = replace(plan.recipe, seed=seed, total_steps=steps or (50 if quick else plan.recipe.total_steps))
     output = Path(output_dir)
     settings = {"data": data or "python standard library", "size": size, **asdict(recipe)}
     work = _open_output(output, settings, overwrite)
@@ -107,7 +107,7 @@ def demo(
     # From here on everything is measured on what was written, in fresh processes, as a user would load it.
     held_out = work / "validation.jsonl"
     _write_jsonl(held_out, validation_texts)
-    cap = ["--max-tokens", str(4096 if quick else 32768)]
+    cap = ["--max-tokens", str(2048 if quick else 32768)]
     losses = json.loads(
         _looped("eval", str(output), str(held_out), "--recurrences", f"1..{MOST_RECURRENCES}", "--json", *cap)
     )

@@ -35,8 +35,8 @@ def _matmul_seconds() -> dict[torch.dtype, float]:
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` with RMS-matched updates, its orthogonalisation in `fastest_dtype()` instead of always bf16."""
 
-    def __init__(self, params, lr: float, momentum: float = 0.95):
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
+        super().__init__(params, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -53,6 +53,7 @@ class Muon(torch.optim.Muon):
                 update = grad.lerp(buffer, group["momentum"]).to(dtype)
                 rate = group["lr"] * 0.2 * math.sqrt(max(param.shape))
                 orthogonal = _orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                param.mul_(1 - group["lr"] * group["weight_decay"])
                 param.add_(orthogonal, alpha=-rate)
         return loss
 
@@ -70,7 +71,7 @@ def _orthogonalise(update: torch.Tensor, coefficients, steps: int, eps: float) -
 
 
 def make_optimizers(
-    model: PreTrainedModel, matrix_lr: float, embedding_lr: float, other_lr: float
+    model: PreTrainedModel, matrix_lr: float, embedding_lr: float, other_lr: float, matrix_decay: float = 0.0
 ) -> list[torch.optim.Optimizer]:
     """
     Muon on the matrices of the blocks and of the injection, AdamW on the embedding, and AdamW on the head, the norms
@@ -83,7 +84,7 @@ def make_optimizers(
     others = [p for p in parameters if id(p) not in taken]
     groups = [{"params": [embedding], "lr": embedding_lr}, {"params": others, "lr": other_lr}]
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
-    optimizers = [Muon(matrices, lr=matrix_lr), adamw]
+    optimizers = [Muon(matrices, lr=matrix_lr, weight_decay=matrix_decay), adamw]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

@@ -29,6 +29,13 @@ class PretrainRecipe:
     batch_size: int = field(default=8, metadata={"help": "Rows of an optimizer step, over all ranks and micro-steps."})
     micro_steps: int = field(default=1, metadata={"help": "Forward and backward passes that one step adds up."})
     matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon, RMS-matched, on the matrices of the blocks."})
+    matrix_decay: float = field(
+        default=3.0,
+        metadata={
+            "help": "Weight decay of the matrices. Without it they grow, the prelude's output with them, and beside "
+            "it the normalised state of the loop vanishes: every depth is then the same."
+        },
+    )
     embedding_lr: float = field(default=0.3, metadata={"help": "AdamW, on the token embedding."})
     other_lr: float = field(default=5e-3, metadata={"help": "AdamW, on the head, the norms and lane weights."})
     warmup_steps: int = field(default=0, metadata={"help": "Steps of linear warm-up."})
@@ -111,7 +118,7 @@ def pretrain(
     sampler = recipe.depth_sampler(model.config)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable()
-    optimizers = make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr)
+    optimizers = make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay)
     start = 0
     checkpoint = newest_checkpoint(output_dir)
     if checkpoint is not None:
