@@ -99,6 +99,11 @@ class LoopedConfigMixin:
         config.num_recurrences = passes if self.kv_sharing == "all" else min(passes, self.kv_sharing)
         return config
 
+    def shares_kv(self, num_recurrences: int | None = None) -> bool:
+        """Whether `num_recurrences` passes (the configured number by default) are more than the cache keeps."""
+        passes = self.num_recurrences if num_recurrences is None else num_recurrences
+        return self.kv_sharing != "all" and self.kv_sharing < passes
+
     @property
     def _sections(self) -> list[str]:
         return [name for name in ("prelude", "core", "coda") if getattr(self, f"num_{name}_layers") > 0]

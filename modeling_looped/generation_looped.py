@@ -1,5 +1,8 @@
 """Generation with a number of recurrences per call: `model.generate(..., num_recurrences=8)`."""
 
+import copy
+import inspect
+
 from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
@@ -19,7 +22,8 @@ class LoopedGenerationMixin(GenerationMixin):
         return generation_config, model_kwargs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        if generation_config.use_cache is False and self.config.kv_sharing != "all":
+        passes = model_kwargs.get("num_recurrences") or self.config.num_recurrences
+        if generation_config.use_cache is False and self.config.shares_kv(passes):
             logger.warning_once(
                 f"generate(use_cache=False) computes the exact function; with a cache, kv_sharing="
                 f"{self.config.kv_sharing!r} compresses the keys and values of earlier tokens, and texts can differ."
@@ -31,10 +35,39 @@ class LoopedGenerationMixin(GenerationMixin):
         finally:
             self.config = config
 
-    def _get_candidate_generator(self, *, generation_config, model_kwargs, **kwargs):
+    def _get_candidate_generator(self, *, generation_config, model_kwargs, assistant_model=None, **kwargs):
         if generation_config.assistant_early_exit is not None:
-            # The draft's depth is `assistant_early_exit` executed layers; the call's own is the verifier's.
+            # The draft's depth is `assistant_early_exit` executed layers, whatever the call or its config ask for.
+            draft = copy.copy(self.config)
+            draft.num_hidden_layers = generation_config.assistant_early_exit
+            model_kwargs = {**model_kwargs, "num_recurrences": draft.num_recurrences}
+        elif assistant_model is not None and "num_recurrences" not in inspect.signature(assistant_model.forward).parameters:
             model_kwargs = {key: value for key, value in model_kwargs.items() if key != "num_recurrences"}
         return super()._get_candidate_generator(
-            generation_config=generation_config, model_kwargs=model_kwargs, **kwargs
+            generation_config=generation_config,
+            model_kwargs=model_kwargs,
+            assistant_model=assistant_model,
+            **kwargs,
         )
+
+    def init_continuous_batching(self, *args, **kwargs):
+        if self.config.shares_kv():
+            raise ValueError(
+                f"Continuous batching needs the keys and values of every pass, and kv_sharing="
+                f"{self.config.kv_sharing} keeps fewer than num_recurrences={self.config.num_recurrences}: "
+                "set config.kv_sharing='all'."
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
+    def generate_batch(self, inputs, generation_config=None, *args, num_recurrences=None, **kwargs):
+        """As in transformers, with `num_recurrences` for this call, which its forwards cannot be given one by one."""
+        if num_recurrences is None:
+            num_recurrences = getattr(generation_config or self.generation_config, "num_recurrences", None)
+        configured = self.config.num_recurrences
+        if num_recurrences is not None:
+            self.config.check_recurrences(num_recurrences)
+            self.config.num_recurrences = num_recurrences
+        try:
+            return super().generate_batch(inputs, generation_config, *args, **kwargs)
+        finally:
+            self.config.num_recurrences = configured

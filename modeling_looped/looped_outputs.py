@@ -3,6 +3,10 @@
 from functools import wraps
 
 
+# No configuration has this field, which keeps transformers from dropping indices beyond the configured depth.
+DEPTH_OF_THE_CALL = "depth_of_the_call"
+
+
 def states_of_this_depth(forward):
     """
     Above `capture_outputs`, which would resolve a negative index of `output_hidden_states=[-1]` by the configured

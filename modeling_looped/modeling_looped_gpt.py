@@ -23,12 +23,12 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_looped_gpt import LoopedGPTConfig
 from .generation_looped import LoopedGenerationMixin
 from .looped_cache import check_cache, drop_last_chunk, slot_schedule
-from .looped_outputs import states_of_this_depth
+from .looped_outputs import DEPTH_OF_THE_CALL, states_of_this_depth
 from .strict_loading import StrictLoadingMixin
 
 
@@ -223,7 +223,10 @@ class LoopedGPTPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": LoopedGPTDecoderLayer, "attentions": LoopedGPTAttention}
+    _can_record_outputs = {
+        "hidden_states": OutputRecorder(LoopedGPTDecoderLayer, num_hidden_layers_key=DEPTH_OF_THE_CALL),
+        "attentions": LoopedGPTAttention,
+    }
 
     @torch.no_grad()
     def _init_weights(self, module):

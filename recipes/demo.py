@@ -37,7 +37,7 @@ class DemoSize:
 
 _DEPTHS = {"depth_scheme": "poisson-lognormal", "depth_mean": 3.0}
 SIZES = {
-    "tiny": DemoSize(128, 2, (1, 1, 1), 2048, 256, PretrainRecipe(total_steps=650, batch_size=4, **_DEPTHS)),
+    "tiny": DemoSize(128, 2, (1, 1, 1), 2048, 256, PretrainRecipe(total_steps=700, batch_size=4, **_DEPTHS)),
     "small": DemoSize(384, 6, (2, 4, 2), 8192, 512, PretrainRecipe(total_steps=10_000, batch_size=32, **_DEPTHS)),
     "medium": DemoSize(640, 5, (2, 4, 2), 16384, 1024, PretrainRecipe(total_steps=20_000, batch_size=128, **_DEPTHS)),
     "large": DemoSize(1280, 10, (2, 4, 2), 32064, 2048, PretrainRecipe(total_steps=40_000, batch_size=256, **_DEPTHS)),
@@ -69,10 +69,14 @@ def demo(
     recipe = replace(plan.recipe, seed=seed, total_steps=steps or (50 if quick else plan.recipe.total_steps))
     output = Path(output_dir)
     settings = {"data": data or "python standard library", "size": size, **asdict(recipe)}
-    work = _open_output(output, settings, overwrite)
-
+    work = _check_output(output, settings, overwrite)
     began = time.perf_counter()
-    tokenizer, train, validation_texts = _prepare_data(work, data, plan.vocab_size)
+    train_texts, validation_texts = split_by_name(read_texts(data) if data else standard_library())
+    if overwrite and work.exists():  # nothing is removed before everything that can be wrong has been looked at
+        shutil.rmtree(output)
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    tokenizer, train = _prepare_data(work, train_texts, plan.vocab_size)
     rows = TokenRows(train, plan.length, seed)
     prelude, core, coda = plan.layers
     config = LoopedGPTConfig(
@@ -112,7 +116,8 @@ def demo(
         _looped("eval", str(output), str(held_out), "--recurrences", f"1..{MOST_RECURRENCES}", "--json", *cap)
     )
     prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
-    sample = _looped("generate", str(output), prompt, "--max-new-tokens", "96", "--seed", str(seed))
+    sampling = ["--max-new-tokens", "96", "--temperature", "0.7", "--seed", str(seed)]
+    sample = _looped("generate", str(output), prompt, *sampling)
     for row in losses:
         row["gflops"] = forward_flops_per_token(config, num_recurrences=row["num_recurrences"]) / 1e9
     held_out_tokens = token_stream(tokenizer, validation_texts)
@@ -149,29 +154,24 @@ def demo(
     return True
 
 
-def _open_output(output: Path, settings: dict, overwrite: bool) -> Path:
-    """The working folder inside `output`, new or that of an earlier call with the same settings."""
+def _check_output(output: Path, settings: dict, overwrite: bool) -> Path:
+    """The working folder inside `output`, which is new, that of an earlier call with the same settings, or replaced."""
     work = output / "training"
     record = work / "settings.json"
-    if overwrite and record.exists():
-        shutil.rmtree(output)
     if record.exists():
         changed = {name: was for name, was in json.loads(record.read_text()).items() if settings.get(name) != was}
-        if changed:
+        if changed and not overwrite:
             was = ", ".join(f"{name}={value!r}" for name, value in changed.items())
             raise ValueError(f"{output} holds a run with {was}: call it with the same, or pass --overwrite.")
     elif output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not a demo's: choose a new directory.")
-    work.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(settings, indent=2) + "\n")
     return work
 
 
-def _prepare_data(work: Path, data: str | None, vocab_size: int):
-    """Tokenizer, training stream and held-out texts; the first two are kept in `work` for a continued run."""
+def _prepare_data(work: Path, train_texts: list[str], vocab_size: int):
+    """Tokenizer and training stream, kept in `work` for a continued run."""
     from transformers import AutoTokenizer
 
-    train_texts, validation_texts = split_by_name(read_texts(data) if data else standard_library())
     digest = hashlib.sha256("\0".join(train_texts).encode("utf-8", "replace")).hexdigest()
     folder, stream = work / f"data-{digest[:12]}", work / f"data-{digest[:12]}" / "train.npy"
     if not stream.exists():
@@ -181,7 +181,7 @@ def _prepare_data(work: Path, data: str | None, vocab_size: int):
         tokenizer.save_pretrained(folder)
         np.save(folder / "writing.npy", token_stream(tokenizer, train_texts))
         os.replace(folder / "writing.npy", stream)
-    return AutoTokenizer.from_pretrained(folder), np.load(stream, mmap_mode="r"), validation_texts
+    return AutoTokenizer.from_pretrained(folder), np.load(stream, mmap_mode="r")
 
 
 def _time_spent(work: Path, seconds: float | None = None) -> float:

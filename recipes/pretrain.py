@@ -30,7 +30,7 @@ class PretrainRecipe:
     micro_steps: int = field(default=1, metadata={"help": "Forward and backward passes that one step adds up."})
     matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon, RMS-matched, on the matrices of the blocks."})
     matrix_decay: float = field(
-        default=3.0,
+        default=1.0,
         metadata={
             "help": "Weight decay of the matrices. Without it they grow, the prelude's output with them, and beside "
             "it the normalised state of the loop vanishes: every depth is then the same."

@@ -652,18 +652,6 @@ def test_a_cache_with_too_few_slots_is_refused():
             generate(model, ids, 5, cache=cache)
 
 
-@every_case
-def test_selected_hidden_states_are_those_of_the_depth_of_the_call(factory, recurrences):
-    model, ids = factory(), prompt()
-    with torch.no_grad():
-        everything = model(ids, num_recurrences=recurrences, output_hidden_states=True).hidden_states
-        for indices in (-1, [-1], [0, -2], [1, 99]):
-            chosen = model(ids, num_recurrences=recurrences, output_hidden_states=indices).hidden_states
-            wanted = {i % len(everything) for i in ([indices] if isinstance(indices, int) else indices) if i < 99}
-            assert {i for i, state in enumerate(chosen) if state is not None} == wanted
-            assert all(torch.equal(chosen[i], everything[i]) for i in wanted)
-
-
 # kv_sharing = k: of earlier chunks, pass i sees what the last pass congruent to i modulo k left
 
 

@@ -33,6 +33,7 @@ CODE = {
     "depth_plan.py",
     "generation_looped.py",
     "looped_cache.py",
+    "looped_outputs.py",
     "modeling_looped_gpt.py",
     "strict_loading.py",
     "supported_versions.py",
