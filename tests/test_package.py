@@ -94,7 +94,7 @@ def test_an_older_transformers_is_refused_in_one_sentence():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["5.23.0", "4.57.6"])
+@pytest.mark.parametrize("release", ["5.23.0"])  # 4.x, fetched alone, already refuses this tokenizers release itself
 def test_a_really_older_transformers_is_refused_in_one_sentence(release, tmp_path):
     fetched = run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "-t", str(tmp_path), f"transformers=={release}")
     if fetched.returncode:
