@@ -19,7 +19,7 @@ from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
 from modeling_looped.accounting import forward_flops_per_token, parameter_counts, training_flops_per_token
 
 from .corpus import read_texts, split_by_name, standard_library
-from .pretrain import PretrainRecipe, newest_checkpoint, pretrain
+from .pretrain import PretrainRecipe, PretrainResult, newest_checkpoint, pretrain, recent_mean
 from .tokens import TokenRows, token_stream, train_tokenizer, unigram_loss
 
 
@@ -103,9 +103,10 @@ def demo(
     )
     result = pretrain(model, rows, recipe, work, tokenizer)
     if not result.finished:
+        _training_figures(work, result, time.perf_counter() - began)
         print(f"Stopped after step {result.step} of {recipe.total_steps}. Run the same command to continue.")
         return False
-    _time_spent(work, time.perf_counter() - began)
+    trained = _training_figures(work, result, time.perf_counter() - began)
 
     shutil.copytree(newest_checkpoint(work), output, dirs_exist_ok=True, ignore=_training_state)
     # From here on everything is measured on what was written, in fresh processes, as a user would load it.
@@ -128,10 +129,8 @@ def demo(
         "training": {
             "steps": recipe.total_steps,
             "tokens": tokens,
-            "tokens_per_second": round(result.tokens_per_second),
-            "seconds": round(_time_spent(work)),
+            **trained,
             "flops": tokens * training_flops_per_token(config),
-            "final_loss": sum(result.losses[-20:]) / max(1, len(result.losses[-20:])),
         },
         "settings": settings,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -184,11 +183,18 @@ def _prepare_data(work: Path, train_texts: list[str], vocab_size: int):
     return AutoTokenizer.from_pretrained(folder), np.load(stream, mmap_mode="r")
 
 
-def _time_spent(work: Path, seconds: float | None = None) -> float:
-    path = work / "seconds.json"
-    if seconds is not None and not path.exists():
-        path.write_text(json.dumps(seconds))
-    return json.loads(path.read_text())
+def _training_figures(work: Path, result: PretrainResult, seconds: float) -> dict:
+    """Kept beside the run: seconds add up over interruptions, and a finished run that is called again keeps its own."""
+    path = work / "training.json"
+    figures = json.loads(path.read_text()) if path.exists() else {"seconds": 0}
+    if result.losses:
+        figures = {
+            "seconds": figures["seconds"] + round(seconds),
+            "tokens_per_second": round(result.tokens_per_second),
+            "final_loss": recent_mean(result.losses),
+        }
+        path.write_text(json.dumps(figures) + "\n")
+    return figures
 
 
 def _training_state(folder: str, names: list[str]) -> set[str]:

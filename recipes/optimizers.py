@@ -11,25 +11,15 @@ from transformers import PreTrainedModel
 @functools.cache
 def fastest_dtype() -> torch.dtype:
     """
-    bf16 where the hardware multiplies it at least as fast as fp32, else fp32. Timed, since nothing portable tells:
-    CPUs without bf16 units emulate it, 10 to 25 times slower than fp32 (AVX2, `python -m modeling_looped.recipes.optimizers`).
+    bf16 where the hardware has units for it, else fp32: CPUs without them emulate bf16, up to 25 times slower than
+    fp32 (AVX2, measured by `python -m modeling_looped.recipes.optimizers`). Read off the hardware and not timed, so
+    that the ranks of a machine agree and a continued run repeats itself.
     """
     if torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    seconds = _matmul_seconds()
-    return min((torch.bfloat16, torch.float32), key=seconds.__getitem__)
-
-
-def _matmul_seconds() -> dict[torch.dtype, float]:
-    seconds = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        a, b = torch.ones(256, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
-        a @ b
-        began = time.perf_counter()
-        for _ in range(3):
-            a @ b
-        seconds[dtype] = (time.perf_counter() - began) / 3
-    return seconds
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    units = ("amx_bf16", "avx512_bf16", "bf16")  # the last is ARM's
+    return torch.bfloat16 if any(capabilities.get(unit) for unit in units) else torch.float32
 
 
 class Muon(torch.optim.Muon):
@@ -92,5 +82,11 @@ def make_optimizers(
 
 
 if __name__ == "__main__":
-    for dtype, seconds in _matmul_seconds().items():
-        print(f"{dtype}: {2 * 256**3 / seconds / 1e9:.1f} GFLOP/s")
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = torch.ones(256, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
+        a @ b
+        began = time.perf_counter()
+        for _ in range(3):
+            a @ b
+        print(f"{dtype}: {3 * 2 * 256**3 / (time.perf_counter() - began) / 1e9:.1f} GFLOP/s")
+    print(f"chosen: {fastest_dtype()}")

@@ -166,7 +166,7 @@ def pretrain(
                 optimizer.zero_grad()
             losses.append(loss)
             speed = len(losses) * recipe.batch_size * rows.length / (time.perf_counter() - began)
-            bar.set_postfix(loss=f"{_recent(losses):.3f}", r=depth, tokens_per_s=f"{speed:,.0f}", refresh=False)
+            bar.set_postfix(loss=f"{recent_mean(losses):.3f}", r=depth, tokens_per_s=f"{speed:,.0f}", refresh=False)
             done = step + 1
             stopping = _any_rank(accelerator, stop.received)
             if done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping:
@@ -215,7 +215,8 @@ def _any_rank(accelerator: Accelerator, flag: bool) -> bool:
     return accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum").item() > 0
 
 
-def _recent(losses: list[float]) -> float:
+def recent_mean(losses: list[float]) -> float:
+    """Mean of the last 20 losses."""
     return sum(losses[-20:]) / len(losses[-20:])
 
 

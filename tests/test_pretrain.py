@@ -273,6 +273,10 @@ def test_the_demo_on_one_s_own_text_can_be_continued_and_loads(tmp_path):
         path.name for path in output.iterdir()
     }
     assert AutoTokenizer.from_pretrained(output)("3 and 3")["input_ids"]
+    assert metrics["training"]["final_loss"] > 0 and metrics["training"]["tokens_per_second"] > 0
+    assert demo(str(output), data=str(data), steps=4, quick=True)
+    again = json.loads((output / "metrics.json").read_text())
+    assert again["training"] == metrics["training"], "calling a finished run again keeps what was measured"
     with pytest.raises(ValueError, match="steps"):
         demo(str(output), data=str(data), steps=5, quick=True)
     with pytest.raises(ValueError, match="not a demo"):
