@@ -49,15 +49,33 @@ def require_int(name: str, value, minimum: int, reason: str = "") -> None:
 class LoopedConfigMixin:
     """
     Depth for a configuration with the fields `num_prelude_layers`, `num_core_layers`, `num_coda_layers`,
-    `num_recurrences` and `kv_sharing`. Everything about depth is asked of `depth_plan()`.
+    `num_recurrences`, `trained_recurrences`, `backprop_recurrences` and `kv_sharing`. Everything about depth is asked
+    of `depth_plan()`.
     """
 
+    # 0 in families whose coda can follow the prelude.
+    min_recurrences: ClassVar[int] = 1
+    # The values of `kv_sharing` that the family knows, whole numbers of kept passes aside.
+    kv_strategies: ClassVar[tuple[str, ...]] = ("all", "first", "average", "last")
     # One layer's tensor-parallel plan; the sections that exist get it (a plan must not name empty sections).
-    layer_tp_plan: ClassVar[dict[str, str]] = {}
+    layer_tp_plan: ClassVar[dict[str, str]] = {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    }
     # The classes that a checkpoint's code offers to the Auto classes, whichever of them was saved.
     auto_classes: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self, **kwargs):
+        if (depth := kwargs.pop("num_hidden_layers", None)) is not None:
+            self.num_hidden_layers = depth
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        if self.trained_recurrences is None:
+            self.trained_recurrences = max(1, self.num_recurrences)
         known = set(self.__dataclass_fields__)
         for name in kwargs:
             near = get_close_matches(name, known, n=1, cutoff=0.85)
@@ -68,8 +86,13 @@ class LoopedConfigMixin:
 
     def depth_plan(self, num_recurrences: int | None = None) -> DepthPlan:
         """The plan at `num_recurrences` passes over the core (the configured number by default)."""
-        passes = self.num_recurrences if num_recurrences is None else num_recurrences
+        passes = self.recurrences_or_default(num_recurrences)
+        if self.num_core_layers == 0:  # dense
+            return DepthPlan.looped(0, self.num_prelude_layers + self.num_coda_layers, 1, 0)
         return DepthPlan.looped(self.num_prelude_layers, self.num_core_layers, passes, self.num_coda_layers)
+
+    def recurrences_or_default(self, num_recurrences: int | None) -> int:
+        return self.num_recurrences if num_recurrences is None else num_recurrences
 
     @property
     def num_hidden_layers(self) -> int:
@@ -79,15 +102,28 @@ class LoopedConfigMixin:
     @num_hidden_layers.setter
     def num_hidden_layers(self, value: int):
         require_int("num_hidden_layers", value, 1)
-        require_int("num_core_layers", self.num_core_layers, 1)
         once = self.num_prelude_layers + self.num_coda_layers
+        if self.num_core_layers == 0 and value == once and self.min_recurrences == 0:
+            return
+        require_int("num_core_layers", self.num_core_layers, 1)
         passes, rest = divmod(value - once, self.num_core_layers)
-        if rest or passes < 1:
+        if rest or passes < self.min_recurrences:
             raise ValueError(
                 f"num_hidden_layers={value} is not {once} + {self.num_core_layers} x num_recurrences for any "
-                "num_recurrences >= 1: the layers that run once stay, and the core runs whole."
+                f"num_recurrences >= {self.min_recurrences}: the layers that run once stay, and the core runs whole."
             )
         self.num_recurrences = passes
+
+    def kept_recurrences(self, num_recurrences: int | None = None) -> int:
+        """Of how many passes a cache keeps the keys and values under `kv_sharing`."""
+        passes = self.recurrences_or_default(num_recurrences)
+        if self.kv_sharing == "all":
+            return passes
+        return min(passes, self.kv_sharing if isinstance(self.kv_sharing, int) else 1)
+
+    def shares_kv(self, num_recurrences: int | None = None) -> bool:
+        """Whether `num_recurrences` passes (the configured number by default) are more than the cache keeps."""
+        return self.kept_recurrences(num_recurrences) < self.recurrences_or_default(num_recurrences)
 
     def cache_config(self, num_recurrences: int | None = None):
         """
@@ -95,14 +131,49 @@ class LoopedConfigMixin:
         `num_recurrences` passes and this configuration's `kv_sharing`.
         """
         config = copy.copy(self)
-        passes = self.num_recurrences if num_recurrences is None else num_recurrences
-        config.num_recurrences = passes if self.kv_sharing == "all" else min(passes, self.kv_sharing)
+        config.num_recurrences = self.kept_recurrences(num_recurrences)
         return config
 
-    def shares_kv(self, num_recurrences: int | None = None) -> bool:
-        """Whether `num_recurrences` passes (the configured number by default) are more than the cache keeps."""
-        passes = self.num_recurrences if num_recurrences is None else num_recurrences
-        return self.kv_sharing != "all" and self.kv_sharing < passes
+    def pass_shares(self, num_recurrences: int | None = None) -> tuple[float, ...]:
+        """The share of the tokens that each pass over the core runs on."""
+        return (1.0,) * self.recurrences_or_default(num_recurrences)
+
+    def weights_of_each_pass(self) -> str | None:
+        """What gives every pass weights of its own, so that there are none beyond `trained_recurrences`, if anything."""
+        return None
+
+    def check_recurrences(self, num_recurrences: int) -> None:
+        """Raises `ValueError` for a number of passes that this model cannot run."""
+        require_int("num_recurrences", num_recurrences, self.min_recurrences)
+        if self.num_core_layers == 0 and num_recurrences != self.num_recurrences:
+            raise ValueError(f"num_recurrences={num_recurrences} turns nothing in a dense model: leave it out.")
+        if num_recurrences == self.num_prelude_layers == self.num_coda_layers == 0:
+            raise ValueError("num_recurrences=0 runs no layer in a model without prelude and coda: use at least 1.")
+        if num_recurrences > self.trained_recurrences and (reason := self.weights_of_each_pass()):
+            raise ValueError(
+                f"num_recurrences={num_recurrences} exceeds trained_recurrences={self.trained_recurrences}: with "
+                f"{reason} every pass has weights of its own, and there are none beyond."
+            )
+
+    def validate_depth(self) -> None:
+        """The part of `validate_architecture` that all families have."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
+            require_int(name, getattr(self, name), 1)
+        for name in ("trained_recurrences", "max_position_embeddings"):
+            require_int(name, getattr(self, name), 1)
+        for name in ("num_core_layers", "num_recurrences"):
+            require_int(name, getattr(self, name), self.min_recurrences)
+        for name in ("num_prelude_layers", "num_coda_layers"):
+            require_int(name, getattr(self, name), 0)
+        if self.kv_sharing not in self.kv_strategies:
+            known = ", ".join(map(repr, self.kv_strategies))
+            if "last" not in self.kv_strategies:
+                raise ValueError(f"kv_sharing={self.kv_sharing!r} must be one of {known}.")
+            require_int("kv_sharing", self.kv_sharing, 1, f" (of passes to keep), or one of {known}")
+        if self.backprop_recurrences is not None:
+            require_int("backprop_recurrences", self.backprop_recurrences, 1, ", or None for all of them")
+        if self.num_core_layers > 0:
+            self.check_recurrences(self.num_recurrences)
 
     @property
     def _sections(self) -> list[str]:
@@ -116,4 +187,6 @@ class LoopedConfigMixin:
     def base_model_fsdp_plan(self) -> dict[str, str]:
         # The core stays gathered between its passes: gathering it anew would cost num_recurrences all-gathers.
         layers = {f"{name}.*": "free_full_weight" for name in self._sections}
-        return {"embed_tokens": "free_full_weight", **layers, "core.*": "keep_full_weight", "norm": "keep_full_weight"}
+        if "core" in self._sections:
+            layers["core.*"] = "keep_full_weight"
+        return {"embed_tokens": "free_full_weight", **layers, "norm": "keep_full_weight"}

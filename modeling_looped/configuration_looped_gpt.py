@@ -41,9 +41,11 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
             The most passes the model was trained with, `num_recurrences` at construction by default and untouched
             by later overrides. Going beyond it warns; hyperconnections have no weights there and refuse.
         kv_sharing (`str` or `int`, defaults to `"all"`):
-            `"all"` caches keys and values of every pass. An int k keeps, of earlier chunks, those of the last k
-            passes only: pass i attends to what the last pass congruent to i modulo k left. Within a chunk (a
-            prompt, or a decoded token) every pass attends to its own.
+            `"all"` caches keys and values of every pass. `"first"`: every pass attends to those of the first, and
+            computes none of its own; the text is still a function of the tokens alone. The others compress earlier
+            chunks only, and within a chunk (a prompt, or a decoded token) every pass attends to its own: an int k
+            keeps those of the last k passes, of which pass i attends to what the last one congruent to i modulo k
+            left; `"last"` is 1; `"average"` keeps the mean over the passes.
         logit_softcap (`float`, *optional*, defaults to 15.0): s in s * tanh(logits / s), in fp32. `None` turns it off.
         rms_norm_eps (`float`, defaults to 1e-6): Epsilon of every RMSNorm, the parameter-free QK norm included.
         rope_parameters (`dict`, *optional*): As in transformers; base 10,000 by default.
@@ -62,14 +64,6 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
 
     model_type = "looped_gpt"
     keys_to_ignore_at_inference = ["cache"]
-    layer_tp_plan = {
-        "self_attn.q_proj": "colwise",
-        "self_attn.k_proj": "colwise",
-        "self_attn.v_proj": "colwise",
-        "self_attn.o_proj": "rowwise",
-        "mlp.up_proj": "colwise",
-        "mlp.down_proj": "rowwise",
-    }
     auto_classes = {
         "AutoConfig": "configuration_looped_gpt.LoopedGPTConfig",
         "AutoModel": "modeling_looped_gpt.LoopedGPTModel",
@@ -105,14 +99,8 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        if (depth := kwargs.pop("num_hidden_layers", None)) is not None:
-            self.num_hidden_layers = depth
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.trained_recurrences is None:
-            self.trained_recurrences = self.num_recurrences
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -167,12 +155,8 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
 
     def validate_architecture(self):
         """Called by transformers when a configuration is built, validated or saved."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
-            require_int(name, getattr(self, name), 1)
-        for name in ("num_core_layers", "num_recurrences", "trained_recurrences", "max_position_embeddings"):
-            require_int(name, getattr(self, name), 1)
-        for name in ("num_prelude_layers", "num_coda_layers"):
-            require_int(name, getattr(self, name), 0)
+        self.validate_depth()
+        require_int("num_key_value_heads", self.num_key_value_heads, 1)
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be num_attention_heads={self.num_attention_heads} times an "
@@ -185,10 +169,6 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
             )
         if self.injection not in INJECTIONS:
             raise ValueError(f"injection={self.injection!r} must be one of {', '.join(INJECTIONS)}.")
-        if self.kv_sharing != "all":
-            require_int("kv_sharing", self.kv_sharing, 1, " or 'all'")
-        if self.backprop_recurrences is not None:
-            require_int("backprop_recurrences", self.backprop_recurrences, 1, ", or None for all of them")
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap={self.logit_softcap} must be positive, or None to turn it off.")
         if self.rms_norm_eps <= 0:
@@ -197,21 +177,14 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
             raise ValueError(f"rotary_dtype={self.rotary_dtype!r} must be 'float32' or 'bfloat16'.")
         if self.injection == "hyperconnection":
             require_int("num_lanes", self.num_lanes, 2, " with injection='hyperconnection'")
-            self.check_recurrences(self.num_recurrences)
             if self.backprop_recurrences is not None and self.backprop_recurrences < self.num_recurrences:
                 raise ValueError(
                     f"backprop_recurrences={self.backprop_recurrences} truncates num_recurrences="
                     f"{self.num_recurrences}, which injection='hyperconnection' does not allow: set it to None."
                 )
 
-    def check_recurrences(self, num_recurrences: int) -> None:
-        """Raises `ValueError` for a number of passes that this model cannot run."""
-        require_int("num_recurrences", num_recurrences, 1)
-        if self.injection == "hyperconnection" and num_recurrences > self.trained_recurrences:
-            raise ValueError(
-                f"num_recurrences={num_recurrences} exceeds trained_recurrences={self.trained_recurrences}: with "
-                "injection='hyperconnection' every pass has weights of its own, and there are none beyond."
-            )
+    def weights_of_each_pass(self) -> str | None:
+        return "injection='hyperconnection'" if self.injection == "hyperconnection" else None
 
 
 __all__ = ["LoopedGPTConfig"]

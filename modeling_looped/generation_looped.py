@@ -22,14 +22,15 @@ class LoopedGenerationMixin(GenerationMixin):
         return generation_config, model_kwargs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        passes = model_kwargs.get("num_recurrences") or self.config.num_recurrences
-        if generation_config.use_cache is False and self.config.shares_kv(passes):
+        passes = self.config.recurrences_or_default(model_kwargs.get("num_recurrences"))
+        compresses = self.config.kv_sharing != "first" and self.config.shares_kv(passes)
+        if generation_config.use_cache is False and compresses:
             logger.warning_once(
                 f"generate(use_cache=False) computes the exact function; with a cache, kv_sharing="
                 f"{self.config.kv_sharing!r} compresses the keys and values of earlier tokens, and texts can differ."
             )
         config = self.config
-        self.config = config.cache_config(model_kwargs.get("num_recurrences"))
+        self.config = config.cache_config(passes)
         try:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         finally:
@@ -54,7 +55,7 @@ class LoopedGenerationMixin(GenerationMixin):
         if self.config.shares_kv():
             raise ValueError(
                 f"Continuous batching needs the keys and values of every pass, and kv_sharing="
-                f"{self.config.kv_sharing} keeps fewer than num_recurrences={self.config.num_recurrences}: "
+                f"{self.config.kv_sharing!r} keeps fewer than num_recurrences={self.config.num_recurrences}: "
                 "set config.kv_sharing='all'."
             )
         return super().init_continuous_batching(*args, **kwargs)

@@ -575,8 +575,9 @@ def test_going_beyond_the_trained_recurrences_warns_once(warnings_of):
     assert not warnings_of("trained with")
     generate(model, prompt(), TRAINED + 2)
     uncached(model, prompt(), TRAINED + 2)
+    uncached(model, prompt(), TRAINED + 1)
     (message,) = warnings_of("trained with")
-    assert f"num_recurrences={TRAINED + 2} " in message and f" {TRAINED} " in message
+    assert f" {TRAINED} " in message
 
 
 @every_case
@@ -712,7 +713,7 @@ def looped_gpt_reference(model, ids: torch.Tensor, chunks: list[tuple[int, int]]
         state = base.injection.open(x)
         for i in range(recurrences):
             output = run("core", i % kept, base.injection.read(x, state, i))
-            state = base.injection.write(state, base.recurrence_norm(output), i)
+            state = base.injection.write(x, state, base.recurrence_norm(output), i)
         output = model.lm_head(base.norm(run("coda", 0, base.injection.close(state))))
         cap = model.config.logit_softcap
         logits.append(cap * torch.tanh(output / cap))

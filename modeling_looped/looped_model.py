@@ -1,0 +1,334 @@
+"""What all looped families share: prelude - core x r - coda around transformers' parts, and the heads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .keyed_noise import Noise
+from .looped_cache import SharedKeyValues, check_cache, slot_schedule
+from .looped_outputs import LoopedCausalLMOutput, LoopedModelOutput, states_of_this_depth
+from .strict_loading import StrictLoadingMixin
+
+
+logger = logging.get_logger(__name__)
+
+
+class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
+    """What transformers asks about a model, answered alike by every family."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+
+
+class LoopedModelMixin:
+    """
+    The base model. A family names its `layer_class`, and has modules `norm` (the last one), `recurrence_norm` (of each
+    pass's output) and `injection`, which is called with the name of a step:
+
+        open(prelude_output, noise)                                  -> the state that the core carries
+        read(anchor, state, recurrence, noise)                       -> the core's input
+        write(anchor, state, output, recurrence, noise, statistics)  -> the next state; `output` is the core's, normed
+        close(state)                                                 -> the coda's input
+
+    By name, because offloading and sharding hooks fetch weights when a module is called.
+    """
+
+    layer_class: type[nn.Module]
+    mask_options: dict = {}
+
+    def __init__(self, config):
+        config.validate()  # overrides of from_pretrained are plain assignments, which nothing has checked yet
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        for section in ("prelude", "core", "coda"):
+            count = getattr(config, f"num_{section}_layers")
+            setattr(self, section, nn.ModuleList(self.build_layer(section) for _ in range(count)))
+        self.gradient_checkpointing = False
+
+    def build_layer(self, section: str) -> nn.Module:
+        return self.layer_class(self.config)
+
+    def embed(
+        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None
+    ) -> tuple[torch.Tensor, object]:
+        """The prelude's input, and what attention gets as `position_embeddings`."""
+        raise NotImplementedError
+
+    def anchor(self, embeddings: torch.Tensor, prelude_output: torch.Tensor) -> torch.Tensor:
+        """What enters every recurrence anew."""
+        return prelude_output
+
+    def noise(self, position_ids: torch.Tensor, batch_size: int) -> Noise | None:
+        """The noise of a forward, in families that have any."""
+        return None
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @states_of_this_depth
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        num_recurrences: int | None = None,
+        output_recurrences: bool = False,
+        output_exits: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LoopedModelOutput:
+        r"""
+        num_recurrences (`int`, *optional*):
+            Passes over the core in this call, `config.num_recurrences` by default.
+        output_recurrences (`bool`, *optional*, defaults to `False`):
+            Asks for `recurrent_states` and, of a gated model, `gate_statistics`.
+        output_exits (`bool`, *optional*, defaults to `False`):
+            Asks for `exit_states`: the coda runs after every pass. Not on top of a cache that holds earlier tokens.
+        """
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        num_recurrences = self._checked_recurrences(num_recurrences)
+        config = self.config
+        schedule = slot_schedule(config.depth_plan(num_recurrences), config.kept_recurrences(num_recurrences))
+
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch_size, length = inputs_embeds.shape[:2]
+        if cache is not None:
+            check_cache(cache, schedule, num_recurrences)
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = (torch.arange(length, device=inputs_embeds.device) + seen).unsqueeze(0)
+        if output_exits and cache is not None and cache.get_seq_length() > 0:
+            raise ValueError("output_exits=True needs the whole text in one call: leave the cache out.")
+        # Before a cache of our own exists: position_ids that restart (packed rows) are only looked at without one.
+        causal_mask = create_causal_mask(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            cache=cache,
+            position_ids=position_ids,
+            **self.mask_options,
+        )
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config.cache_config(num_recurrences))
+        key_values = self._key_values(cache, num_recurrences)
+        embeddings, position_embeddings = self.embed(inputs_embeds, position_ids, cache)
+        for_layers = {
+            "attention_mask": causal_mask,
+            "position_embeddings": position_embeddings,
+            "position_ids": position_ids,
+            "key_values": key_values,
+            **kwargs,
+        }
+
+        def run(layers: nn.ModuleList, hidden_states: torch.Tensor, first: int, recurrence=None, **more) -> torch.Tensor:
+            """The layers at the executed positions `first`, `first` + 1, ..."""
+            for position, layer in enumerate(layers, first):
+                place = {"cache_slot": schedule[position], "recurrence": recurrence}
+                hidden_states = layer(hidden_states, **place, **{**for_layers, **more})
+            return hidden_states
+
+        def run_core(hidden_states: torch.Tensor, recurrence: int, **more) -> torch.Tensor:
+            first = len(self.prelude) + recurrence * len(self.core)
+            return run(self.core, hidden_states, first, recurrence, **more)
+
+        def run_coda(hidden_states: torch.Tensor, **more) -> torch.Tensor:
+            return self.norm(run(self.coda, hidden_states, len(schedule) - len(self.coda), **more))
+
+        record = Record([] if output_recurrences or output_exits else None, [] if output_recurrences else None)
+        prelude_output = run(self.prelude, embeddings, 0)
+        anchor = self.anchor(embeddings, prelude_output)
+        noise = self.noise(position_ids, batch_size)
+        state = self.recur(run_core, prelude_output, anchor, num_recurrences, noise, record)
+        exits = [run_coda(earlier, key_values=None) for earlier in record.states[:-1]] if output_exits else []
+        last_hidden_state = run_coda(state)
+        if key_values is not None:
+            key_values.finish()
+        gates = record.statistics or None
+        return LoopedModelOutput(
+            last_hidden_state=last_hidden_state,
+            cache=cache,
+            recurrent_states=tuple(record.states) if output_recurrences else None,
+            gate_statistics=gates and {name: torch.stack([gate[name] for gate in gates]) for name in gates[0]},
+            exit_states=(*exits, last_hidden_state) if output_exits else None,
+            auxiliary_loss=record.auxiliary_loss,
+        )
+
+    def recur(self, run_core, prelude_output, anchor, num_recurrences: int, noise, record: "Record") -> torch.Tensor:
+        """All passes over the core: the coda's input. `run_core(hidden_states, recurrence)` is one pass."""
+        state = self.injection("open", prelude_output, noise)
+        record.add_state(self.injection, state)
+        detached = num_recurrences - (self.config.backprop_recurrences or num_recurrences)
+        for recurrence in range(num_recurrences):
+            output = run_core(self.injection("read", anchor, state, recurrence, noise), recurrence)
+            output = self.recurrence_norm(output)
+            state = self.injection("write", anchor, state, output, recurrence, noise, record.statistics)
+            record.add_state(self.injection, state)
+            if recurrence < detached:  # truncated backpropagation, arXiv 2604.21106, section 5.1
+                state = state.detach()
+                if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                    state.requires_grad_()  # reentrant checkpointing drops a layer whose input wants no gradient
+        return self.injection("close", state)
+
+    def _checked_recurrences(self, num_recurrences: int | None) -> int:
+        num_recurrences = self.config.recurrences_or_default(num_recurrences)
+        self.config.check_recurrences(num_recurrences)
+        trained = self.config.trained_recurrences
+        if num_recurrences > trained and not torch.compiler.is_compiling():
+            # Without the number asked for, which would make every depth a message of its own.
+            logger.warning_once(
+                f"More recurrences than the {trained} that this model was trained with: the loss usually rises beyond."
+            )
+        return num_recurrences
+
+    def _key_values(self, cache: Cache | None, num_recurrences: int) -> SharedKeyValues | None:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if cache is not None:
+                logger.warning_once("A cache is incompatible with activation checkpointing: it is not filled.")
+                cache = None
+            if self.config.kv_sharing == "first" and self._checkpoints_reentrantly():
+                raise ValueError(
+                    "kv_sharing='first' loses gradients under reentrant activation checkpointing: use "
+                    "activation_checkpointing_kwargs={'use_reentrant': False}."
+                )
+        if cache is None and self.config.kv_sharing != "first":
+            return None
+        kept = self.config.kept_recurrences(num_recurrences)
+        return SharedKeyValues(cache, self.config.kv_sharing, num_recurrences, kept)
+
+    def _checkpoints_reentrantly(self) -> bool:
+        layers = (module for module in self.modules() if hasattr(module, "_gradient_checkpointing_func"))
+        return any(getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant") for layer in layers)
+
+
+@dataclass
+class Record:
+    """What a forward was asked to return of its passes."""
+
+    states: list[torch.Tensor] | None
+    statistics: list[dict[str, torch.Tensor]] | None
+    auxiliary_loss: torch.Tensor | None = None
+
+    def add_state(self, injection: nn.Module, state: torch.Tensor) -> None:
+        if self.states is not None:
+            self.states.append(injection("close", state))
+
+
+class LoopedForCausalLMMixin:
+    """The language model head around a family's `model_class`."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+    model_class: type[PreTrainedModel]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Of last hidden states or of `exit_states`: (batch, length, vocabulary), fp32."""
+        return self.lm_head(hidden_states).float()
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_recurrences: int | None = None,
+        output_recurrences: bool = False,
+        output_exits: bool = False,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LoopedCausalLMOutput:
+        r"""
+        num_recurrences (`int`, *optional*):
+            Passes over the core in this call, `config.num_recurrences` by default.
+        output_recurrences (`bool`, *optional*, defaults to `False`):
+            Asks for `recurrent_states` and, of a gated model, `gate_statistics`.
+        output_exits (`bool`, *optional*, defaults to `False`):
+            Asks for `exit_states`, of which `model.logits` makes the logits of every exit.
+        """
+        each_exit = labels is not None and self.training and getattr(self.config, "loss_per_recurrence", False)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            num_recurrences=num_recurrences,
+            output_recurrences=output_recurrences,
+            output_exits=output_exits or each_exit,
+            **kwargs,
+        )
+        logits = self.logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            exits = [self.logits(state) for state in outputs.exit_states[1:-1]] if each_exit else []
+            arguments = {"labels": labels, "vocab_size": self.config.vocab_size, **kwargs}
+            losses = [self.loss_function(logits=one, **arguments) for one in (*exits, logits)]
+            loss = sum(losses) / len(losses)
+            if outputs.auxiliary_loss is not None:
+                loss = loss + outputs.auxiliary_loss
+        return LoopedCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            recurrent_states=outputs.recurrent_states,
+            gate_statistics=outputs.gate_statistics,
+            exit_states=outputs.exit_states,
+            auxiliary_loss=outputs.auxiliary_loss,
+        )
+
+
+class LoopedTaskMixin:
+    """Below the heads that transformers' generic mixins build, which ask `AutoModel` for the `model_class`."""
+
+    model_class: type[PreTrainedModel]
+
+    def __init__(self, config):
+        super().__init__(config)
+        # AutoModel asks the user for trust once more, or refuses, where the configuration class comes from the code
+        # beside a checkpoint.
+        AutoModel.register(type(config), self.model_class, exist_ok=True)
+
+
+def register_code(config_class: type, classes: dict[str, type]) -> None:
+    """Every save_pretrained then puts the family's code beside the weights, for machines without the package."""
+    config_class.register_for_auto_class("AutoConfig")
+    for auto_class, reference in config_class.auto_classes.items():
+        if auto_class != "AutoConfig":
+            classes[reference.split(".")[1]].register_for_auto_class(auto_class)
