@@ -1,15 +1,10 @@
 """Looped, recurrent-depth and depth-grown language models for transformers. Importing it registers them."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
+from . import modeling_looped_gpt, modeling_recurrent_gpt
 from .configuration_looped_gpt import LoopedGPTConfig
+from .configuration_recurrent_gpt import RecurrentGPTConfig
 from .depth_plan import DepthPlan
 from .modeling_looped_gpt import (
     LoopedGPTForCausalLM,
@@ -19,13 +14,23 @@ from .modeling_looped_gpt import (
     LoopedGPTModel,
     LoopedGPTPreTrainedModel,
 )
+from .modeling_recurrent_gpt import (
+    RecurrentGPTForCausalLM,
+    RecurrentGPTForQuestionAnswering,
+    RecurrentGPTForSequenceClassification,
+    RecurrentGPTForTokenClassification,
+    RecurrentGPTModel,
+    RecurrentGPTPreTrainedModel,
+)
 
 
 __version__ = "0.1.0"
 
-AutoConfig.register("looped_gpt", LoopedGPTConfig)
-AutoModel.register(LoopedGPTConfig, LoopedGPTModel)
-AutoModelForCausalLM.register(LoopedGPTConfig, LoopedGPTForCausalLM)
-AutoModelForSequenceClassification.register(LoopedGPTConfig, LoopedGPTForSequenceClassification)
-AutoModelForTokenClassification.register(LoopedGPTConfig, LoopedGPTForTokenClassification)
-AutoModelForQuestionAnswering.register(LoopedGPTConfig, LoopedGPTForQuestionAnswering)
+for _config, _models in (
+    (LoopedGPTConfig, modeling_looped_gpt),
+    (RecurrentGPTConfig, modeling_recurrent_gpt),
+):
+    transformers.AutoConfig.register(_config.model_type, _config)
+    for _auto_class, _reference in _config.auto_classes.items():
+        if _auto_class != "AutoConfig":
+            getattr(transformers, _auto_class).register(_config, getattr(_models, _reference.split(".")[1]))

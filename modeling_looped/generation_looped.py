@@ -21,7 +21,8 @@ class LoopedGenerationMixin(GenerationMixin):
             model_kwargs["num_recurrences"] = default
         return generation_config, model_kwargs
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
+        self._check_length(model_kwargs, max_cache_length)
         passes = self.config.recurrences_or_default(model_kwargs.get("num_recurrences"))
         compresses = self.config.kv_sharing != "first" and self.config.shares_kv(passes)
         if generation_config.use_cache is False and compresses:
@@ -32,9 +33,25 @@ class LoopedGenerationMixin(GenerationMixin):
         config = self.config
         self.config = config.cache_config(passes)
         try:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, mode, batch_size, max_cache_length
+            )
         finally:
             self.config = config
+
+    def _check_length(self, model_kwargs: dict, length: int) -> None:
+        """Before any token is computed: whether every token of the longest row has a learned position."""
+        most = self.config.max_position_embeddings
+        if not self.config.learned_positions or length <= most:
+            return
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2:
+            length -= mask.shape[1] - int(mask.sum(-1).max())
+        if length > most:
+            raise ValueError(
+                f"The text may grow to {length + 1} tokens, and {type(self).__name__} has learned positions for "
+                f"max_position_embeddings={most} (the last token needs none): lower max_new_tokens or shorten the prompt."
+            )
 
     def _get_candidate_generator(self, *, generation_config, model_kwargs, assistant_model=None, **kwargs):
         if generation_config.assistant_early_exit is not None:
