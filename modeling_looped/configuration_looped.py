@@ -55,6 +55,8 @@ class LoopedConfigMixin:
 
     # 0 in families whose coda can follow the prelude.
     min_recurrences: ClassVar[int] = 1
+    # Of families without truncated backpropagation; a field elsewhere.
+    backprop_recurrences = None
     # Whether positions have weights of their own, so that there are none beyond `max_position_embeddings`.
     learned_positions: ClassVar[bool] = False
     # The values of `kv_sharing` that the family knows, whole numbers of kept passes aside.

@@ -59,6 +59,12 @@ class SharedKeyValues:
             self._first[slot] = key, value
         return key, value
 
+    def visible(
+        self, attention_mask: torch.Tensor | None, value: torch.Tensor, recurrence: int | None
+    ) -> torch.Tensor | None:
+        """The mask for attending to what `update` returned; here the causal one."""
+        return attention_mask
+
     def finish(self) -> None:
         """After the last pass: with `"average"`, what later chunks will find of this one."""
         for slot, (keys, values) in self._sums.items():

@@ -60,6 +60,7 @@ class LoopedAttention(nn.Module):
             query, key = (x.to(value.dtype).transpose(1, 2) for x in self.place(query, key, position_embeddings))
             if key_values is not None:
                 key, value = key_values.update(key, value, cache_slot, recurrence, kwargs=kwargs)
+                attention_mask = key_values.visible(attention_mask, value, recurrence)
         else:
             key, value = first
             query = self.place(query, query[:, :, :0], position_embeddings)[0].to(value.dtype).transpose(1, 2)

@@ -1,5 +1,6 @@
 """What all looped families share: prelude - core x r - coda around transformers' parts, and the heads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,25 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
+
+
+@dataclass
+class LoopedCall:
+    """One forward's passes over the core: what they need, and what they were asked to tell."""
+
+    run_core: Callable[..., torch.Tensor]  # (hidden_states, recurrence, **changes of the layers' arguments)
+    anchor: torch.Tensor
+    num_recurrences: int
+    noise: Noise | None
+    attention_mask: torch.Tensor | None
+    key_values: SharedKeyValues | None
+    states: list[torch.Tensor] | None
+    statistics: list[dict[str, torch.Tensor]] | None
+    auxiliary_loss: torch.Tensor | None = None
+
+    def record(self, state: torch.Tensor, injection: nn.Module | None = None) -> None:
+        if self.states is not None:
+            self.states.append(state if injection is None else injection("close", state))
 
 
 class LoopedModelMixin:
@@ -76,6 +96,10 @@ class LoopedModelMixin:
     def noise(self, position_ids: torch.Tensor, batch_size: int) -> Noise | None:
         """The noise of a forward, in families that have any."""
         return None
+
+    def fills_cache(self) -> bool:
+        """Whether a forward that is asked for a cache, and given none, can fill one."""
+        return True
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @states_of_this_depth
@@ -128,7 +152,7 @@ class LoopedModelMixin:
             position_ids=position_ids,
             **self.mask_options,
         )
-        if use_cache and cache is None:
+        if use_cache and cache is None and self.fills_cache():
             cache = DynamicCache(config=config.cache_config(num_recurrences))
         key_values = self._key_values(cache, num_recurrences)
         embeddings, position_embeddings = self.embed(inputs_embeds, position_ids, cache)
@@ -154,39 +178,46 @@ class LoopedModelMixin:
         def run_coda(hidden_states: torch.Tensor, **more) -> torch.Tensor:
             return self.norm(run(self.coda, hidden_states, len(schedule) - len(self.coda), **more))
 
-        record = Record([] if output_recurrences or output_exits else None, [] if output_recurrences else None)
         prelude_output = run(self.prelude, embeddings, 0)
-        anchor = self.anchor(embeddings, prelude_output)
-        noise = self.noise(position_ids, batch_size)
-        state = self.recur(run_core, prelude_output, anchor, num_recurrences, noise, record)
-        exits = [run_coda(earlier, key_values=None) for earlier in record.states[:-1]] if output_exits else []
+        call = LoopedCall(
+            run_core=run_core,
+            anchor=self.anchor(embeddings, prelude_output),
+            num_recurrences=num_recurrences,
+            noise=self.noise(position_ids, batch_size),
+            attention_mask=causal_mask,
+            key_values=key_values,
+            states=[] if output_recurrences or output_exits else None,
+            statistics=[] if output_recurrences else None,
+        )
+        state = self.recur(call, prelude_output)
+        exits = [run_coda(earlier, key_values=None) for earlier in call.states[:-1]] if output_exits else []
         last_hidden_state = run_coda(state)
         if key_values is not None:
             key_values.finish()
-        gates = record.statistics or None
+        gates = call.statistics or None
         return LoopedModelOutput(
             last_hidden_state=last_hidden_state,
             cache=cache,
-            recurrent_states=tuple(record.states) if output_recurrences else None,
+            recurrent_states=tuple(call.states) if output_recurrences else None,
             gate_statistics=gates and {name: torch.stack([gate[name] for gate in gates]) for name in gates[0]},
             exit_states=(*exits, last_hidden_state) if output_exits else None,
-            auxiliary_loss=record.auxiliary_loss,
+            auxiliary_loss=call.auxiliary_loss,
         )
 
-    def recur(self, run_core, prelude_output, anchor, num_recurrences: int, noise, record: "Record") -> torch.Tensor:
-        """All passes over the core: the coda's input. `run_core(hidden_states, recurrence)` is one pass."""
-        state = self.injection("open", prelude_output, noise)
-        record.add_state(self.injection, state)
-        detached = num_recurrences - (self.config.backprop_recurrences or num_recurrences)
-        for recurrence in range(num_recurrences):
-            output = run_core(self.injection("read", anchor, state, recurrence, noise), recurrence)
+    def recur(self, call: "LoopedCall", prelude_output: torch.Tensor) -> torch.Tensor:
+        """All passes over the core: the coda's input."""
+        state = self.injection("open", prelude_output, call.noise)
+        detached = call.num_recurrences - (self.config.backprop_recurrences or call.num_recurrences)
+        for recurrence in range(call.num_recurrences):
+            call.record(state, self.injection)
+            output = call.run_core(self.injection("read", call.anchor, state, recurrence, call.noise), recurrence)
             output = self.recurrence_norm(output)
-            state = self.injection("write", anchor, state, output, recurrence, noise, record.statistics)
-            record.add_state(self.injection, state)
+            state = self.injection("write", call.anchor, state, output, recurrence, call.noise, call.statistics)
             if recurrence < detached:  # truncated backpropagation, arXiv 2604.21106, section 5.1
                 state = state.detach()
                 if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                     state.requires_grad_()  # reentrant checkpointing drops a layer whose input wants no gradient
+        call.record(state, self.injection)
         return self.injection("close", state)
 
     def _checked_recurrences(self, num_recurrences: int | None) -> int:
@@ -218,19 +249,6 @@ class LoopedModelMixin:
     def _checkpoints_reentrantly(self) -> bool:
         layers = (module for module in self.modules() if hasattr(module, "_gradient_checkpointing_func"))
         return any(getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant") for layer in layers)
-
-
-@dataclass
-class Record:
-    """What a forward was asked to return of its passes."""
-
-    states: list[torch.Tensor] | None
-    statistics: list[dict[str, torch.Tensor]] | None
-    auxiliary_loss: torch.Tensor | None = None
-
-    def add_state(self, injection: nn.Module, state: torch.Tensor) -> None:
-        if self.states is not None:
-            self.states.append(injection("close", state))
 
 
 class LoopedForCausalLMMixin:

@@ -219,8 +219,8 @@ class RecurrentGPTModel(LoopedModelMixin, RecurrentGPTPreTrainedModel):
             return Noise(NoiseKey(), position_ids, batch_size, per_row=False)
         return Noise(key, position_ids, batch_size)
 
-    def recur(self, run_core, prelude_output, *args):
-        return super().recur(run_core, prelude_output, *args) if len(self.core) > 0 else prelude_output
+    def recur(self, call, prelude_output):
+        return super().recur(call, prelude_output) if len(self.core) > 0 else prelude_output
 
 
 def check_positions(position_ids: torch.Tensor, cache, most: int) -> None:
