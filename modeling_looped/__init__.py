@@ -2,8 +2,9 @@
 
 import transformers
 
-from . import modeling_looped_gpt, modeling_recurrent_gpt
+from . import modeling_looped_gpt, modeling_mixture_of_recursions, modeling_recurrent_gpt
 from .configuration_looped_gpt import LoopedGPTConfig
+from .configuration_mixture_of_recursions import MixtureOfRecursionsConfig
 from .configuration_recurrent_gpt import RecurrentGPTConfig
 from .depth_plan import DepthPlan
 from .modeling_looped_gpt import (
@@ -13,6 +14,14 @@ from .modeling_looped_gpt import (
     LoopedGPTForTokenClassification,
     LoopedGPTModel,
     LoopedGPTPreTrainedModel,
+)
+from .modeling_mixture_of_recursions import (
+    MixtureOfRecursionsForCausalLM,
+    MixtureOfRecursionsForQuestionAnswering,
+    MixtureOfRecursionsForSequenceClassification,
+    MixtureOfRecursionsForTokenClassification,
+    MixtureOfRecursionsModel,
+    MixtureOfRecursionsPreTrainedModel,
 )
 from .modeling_recurrent_gpt import (
     RecurrentGPTForCausalLM,
@@ -29,6 +38,7 @@ __version__ = "0.1.0"
 for _config, _models in (
     (LoopedGPTConfig, modeling_looped_gpt),
     (RecurrentGPTConfig, modeling_recurrent_gpt),
+    (MixtureOfRecursionsConfig, modeling_mixture_of_recursions),
 ):
     transformers.AutoConfig.register(_config.model_type, _config)
     for _auto_class, _reference in _config.auto_classes.items():

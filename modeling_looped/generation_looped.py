@@ -13,6 +13,9 @@ logger = logging.get_logger(__name__)
 class LoopedGenerationMixin(GenerationMixin):
     """What `generate` has to know about depth that can be turned. Everything else is transformers' own."""
 
+    # False where attention needs more of a cache than keys and values.
+    supports_continuous_batching = True
+
     def _prepare_generation_config(self, generation_config, **kwargs):
         # `GenerationConfig.update` swallows a keyword of the same name as one of its attributes: hand it on.
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
@@ -69,6 +72,8 @@ class LoopedGenerationMixin(GenerationMixin):
         )
 
     def init_continuous_batching(self, *args, **kwargs):
+        if not self.supports_continuous_batching:
+            raise ValueError(f"{type(self).__name__} does not run under continuous batching: use generate.")
         if self.config.shares_kv():
             raise ValueError(
                 f"Continuous batching needs the keys and values of every pass, and kv_sharing="
