@@ -1,30 +1,32 @@
-"""Parameters, FLOPs and cache bytes from a configuration alone (arXiv 2604.21106, sections 2.1 and 2.2 of its spec)."""
+"""
+Parameters, FLOPs and memory from a configuration alone. The model is built without memory and counted, so that every
+family is counted by the same rules: arXiv 2604.21106, sections 2.1 and 2.2 of its spec, and 2608.15062, section 4.
+"""
 
-from transformers import PreTrainedConfig
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 
 def parameter_counts(config: PreTrainedConfig) -> dict[str, int]:
     """
-    Parameters by part. `prelude`, `core`, `coda` and `injection` are matrices (and lane weights), `norms` all RMSNorm
-    scales, `unique` everything but the embeddings (the paper's N with norms), `total` what a checkpoint stores.
+    Parameters by part. `embedding` is the token and position tables, `head` is 0 where it is tied; `prelude`, `core`
+    and `coda` are matrices, `injection` everything that belongs to the recurrence itself (gates and routers too),
+    `norms` the rest, `unique` everything but the embeddings (the paper's N with norms), `total` what is stored.
     """
-    width, layer = config.hidden_size, _layer_matrices(config)
-    layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
-    embedding = config.vocab_size * width
-    counts = {
-        "embedding": embedding,
-        "head": 0 if config.tie_word_embeddings else embedding,
-        "prelude": config.num_prelude_layers * layer,
-        "core": config.num_core_layers * layer,
-        "coda": config.num_coda_layers * layer,
-        "injection": {
-            "linear": 2 * width**2,
-            "hyperconnection": config.trained_recurrences * _lane_weights(config),
-        }.get(config.injection, 0),
-        "norms": (2 * layers + 3) * width,
-    }
-    counts["unique"] = sum(counts[part] for part in ("prelude", "core", "coda", "injection", "norms"))
-    counts["total"] = counts["unique"] + counts["embedding"] + counts["head"]
+    sizes = _sizes(config)
+    counts = {"embedding": _elements(sizes, "embedding"), "head": _elements(sizes, "lm_head")}
+    counts |= {section: _elements(sizes, section, least_dims=2) for section in ("prelude", "core", "coda")}
+    counts["injection"] = _elements(sizes, "injection") + _elements(sizes, "router")
+    total = sum(sizes.values())
+    counts["norms"] = total - sum(counts.values())
+    counts["unique"] = total - counts["embedding"] - counts["head"]
+    counts["total"] = total
     return counts
 
 
@@ -35,22 +37,69 @@ def training_flops_per_token(
     backprop_recurrences: int | None = None,
 ) -> int:
     """
-    FLOPs of forward and backward per token: 2 per weight and pass forward, 4 backward, none backward for the passes
-    that truncated backpropagation leaves out. Attention counts the whole `sequence_length` (not halved for
-    causality; `max_position_embeddings` by default), block norms count, the embedding lookup is free. This is the
-    official code's estimate, which the paper's budgets are denominated in.
+    FLOPs of forward and backward per token in the iso-depth convention, for every family: 2 per weight and pass
+    forward, 4 backward, none backward for the passes that truncated backpropagation leaves out. Attention counts the
+    whole `sequence_length` (not halved for causality; `max_position_embeddings` by default), block norms count, the
+    embedding lookup is free. This is the official code's estimate, which the paper's budgets are denominated in. A
+    pass that needs a share of the tokens only (Mixture-of-Recursions) counts that share of them, as queries and, but
+    for `kv_sharing="first"`, as keys. What `kv_sharing` saves in projections is not taken off.
     """
-    passes = config.num_recurrences if num_recurrences is None else num_recurrences
-    backprop = backprop_recurrences or config.backprop_recurrences or passes
-    return _flops_per_token(config, sequence_length, passes, min(passes, backprop))
+    once, passes = _forward_flops(config, sequence_length, num_recurrences)
+    backprop = backprop_recurrences or getattr(config, "backprop_recurrences", None) or len(passes)
+    return round(3 * once + sum(passes) + 2 * sum(passes[max(0, len(passes) - backprop) :]))
 
 
 def forward_flops_per_token(
     config: PreTrainedConfig, sequence_length: int | None = None, num_recurrences: int | None = None
 ) -> int:
     """FLOPs of the forward pass per token, counted as in `training_flops_per_token`."""
-    passes = config.num_recurrences if num_recurrences is None else num_recurrences
-    return _flops_per_token(config, sequence_length, passes, passes) // 3
+    once, passes = _forward_flops(config, sequence_length, num_recurrences)
+    return round(once + sum(passes))
+
+
+def paper_flops_per_token(
+    config: PreTrainedConfig, sequence_length: int | None = None, num_recurrences: int | None = None
+) -> int:
+    """
+    FLOPs of the forward pass per token as RecurrentGPT's paper counts them (arXiv 2608.15062, section 4 of its spec):
+    matrices of blocks and injection and attention over the whole `sequence_length`, without norms, embeddings, head.
+    """
+    blocks, overhead = _paper_flops(config, sequence_length, num_recurrences)
+    return blocks + overhead
+
+
+@dataclass(frozen=True)
+class DenseComparison:
+    """
+    A RecurrentGPT against its dense twin in the paper's convention, FLOPs per token forward: of the twin, of the
+    model's blocks, of its injection on top; and the mean over depths drawn from 1 to `num_recurrences` in training.
+    """
+
+    dense: int
+    blocks: int
+    overhead: int
+    mean_training: float
+
+    @property
+    def ratio(self) -> float:
+        return (self.blocks + self.overhead) / self.dense
+
+    @property
+    def training_ratio(self) -> float:
+        return self.mean_training / self.dense
+
+
+def dense_comparison(
+    config: PreTrainedConfig, sequence_length: int | None = None, num_recurrences: int | None = None
+) -> DenseComparison:
+    """The row of section 4 for `config`, whose `dense_twin()` is the model it is compared to."""
+    depth = config.num_recurrences if num_recurrences is None else num_recurrences
+    drawn = [paper_flops_per_token(config, sequence_length, passes) for passes in range(1, depth + 1)]
+    return DenseComparison(
+        paper_flops_per_token(config.dense_twin(), sequence_length),
+        *_paper_flops(config, sequence_length, depth),
+        sum(drawn) / max(1, len(drawn)),
+    )
 
 
 def kv_cache_bytes(
@@ -60,10 +109,26 @@ def kv_cache_bytes(
     num_recurrences: int | None = None,
     bytes_per_value: int = 2,
 ) -> int:
-    """Bytes of a full key-value cache: one slot per executed layer, fewer under `kv_sharing`; bf16 by default."""
+    """
+    Bytes of a full key-value cache: one slot per executed layer, fewer under `kv_sharing`; bf16 by default. Tokens that
+    sit out a pass (Mixture-of-Recursions) have their place in its slots all the same, as in the caches of this package.
+    """
     slots = config.cache_config(num_recurrences).num_hidden_layers
     head_dim = config.hidden_size // config.num_attention_heads
-    return slots * 2 * config.num_key_value_heads * head_dim * sequence_length * batch_size * bytes_per_value
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return slots * 2 * heads * head_dim * sequence_length * batch_size * bytes_per_value
+
+
+def inference_bytes(
+    config: PreTrainedConfig,
+    sequence_length: int,
+    batch_size: int = 1,
+    num_recurrences: int | None = None,
+    bytes_per_value: int = 2,
+) -> int:
+    """Bytes of weights and a full key-value cache (arXiv 2608.15062, section 10.2 of its spec), no activations."""
+    cache = kv_cache_bytes(config, sequence_length, batch_size, num_recurrences, bytes_per_value)
+    return bytes_per_value * parameter_counts(config)["total"] + cache
 
 
 def accounting_table(
@@ -71,14 +136,15 @@ def accounting_table(
 ) -> str:
     """Everything above as a text table, with one row for each number of recurrences."""
     length = config.max_position_embeddings if sequence_length is None else sequence_length
+    recurrences = recurrences or [config.num_recurrences]
     rows = [f"{config.model_type} {config.depth_plan()}", "", "parameters"]
     rows += [f"  {part:<10} {count:>15,}" for part, count in parameter_counts(config).items()]
     rows += [
         "",
-        f"at {length:,} tokens of context; attention counted over all of it",
+        f"iso-depth convention (arXiv 2604.21106), at {length:,} tokens of context; attention over all, head too",
         "recurrences  executed layers  forward FLOPs/token  training FLOPs/token  KV cache bytes (bf16)",
     ]
-    for count in recurrences or [config.num_recurrences]:
+    for count in recurrences:
         config.check_recurrences(count)
         rows.append(
             f"{count:11d}  {config.depth_plan(count).effective_depth:15d}  "
@@ -86,26 +152,79 @@ def accounting_table(
             f"{training_flops_per_token(config, length, count):20,}  "
             f"{kv_cache_bytes(config, length, num_recurrences=count):21,}"
         )
+    if hasattr(config, "dense_twin"):
+        rows += [
+            "",
+            f"RecurrentGPT convention (arXiv 2608.15062), at {length:,} tokens of context, GFLOPs forward; no head",
+            "recurrences   dense twin  blocks  injection  ratio to dense  training ratio at 1..recurrences",
+        ]
+        for count in recurrences:
+            row = dense_comparison(config, length, count)
+            rows.append(
+                f"{count:11d}  {row.dense / 1e9:11.4f}  {row.blocks / 1e9:6.4f}  {row.overhead / 1e9:9.4f}  "
+                f"{row.ratio:14.3f}  {row.training_ratio:32.3f}"
+            )
     return "\n".join(rows)
 
 
-def _flops_per_token(config, sequence_length: int | None, passes: int, backprop: int) -> int:
-    width = config.hidden_size
+def _sizes(config: PreTrainedConfig) -> Counter:
+    """Elements by `(part, dimensions)` of tensors; a part is the first name below `model`, or `"embedding"`."""
+    return _counted(config.to_json_string(use_diff=False))
+
+
+@lru_cache(maxsize=256)  # by content: configurations change, and the same one is asked for many times
+def _counted(config_json: str) -> Counter:
+    config = AutoConfig.for_model(**json.loads(config_json))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    sizes = Counter()
+    for name, tensor in model.named_parameters():  # a tied head is the table, once
+        part = "embedding" if id(tensor) in tables else name.removeprefix("model.").split(".")[0]
+        sizes[part, tensor.dim()] += tensor.numel()
+    return sizes
+
+
+def _elements(sizes: Counter, part: str, least_dims: int = 1) -> int:
+    return sum(count for (of, dims), count in sizes.items() if of == part and dims >= least_dims)
+
+
+def _run_flops(
+    config, section: str, sequence_length: int | None, least_dims: int = 1, share: float = 1, keys: float = 1
+) -> float:
+    """Forward, of one run of a section on `share` of the tokens, which attend to `keys` of the length."""
+    sizes = _sizes(config)
     length = config.max_position_embeddings if sequence_length is None else sequence_length
-    # Per layer, forward and backward: its weights with its two norms, and scores and values over the length.
-    layer = 6 * (_layer_matrices(config) + 2 * width) + 12 * width * length
-    once = (config.num_prelude_layers + config.num_coda_layers) * layer + 6 * config.vocab_size * width
-    injection = {"linear": 2 * width**2, "hyperconnection": _lane_weights(config) * width}.get(config.injection, 0)
-    core = config.num_core_layers * layer + 6 * injection
-    return once + backprop * core + (passes - backprop) * core // 3
+    weights = _elements(sizes, section, least_dims)
+    # Three dimensions are low-rank matrices of every pass, and one pass runs its own.
+    weights -= sizes[section, 3] - sizes[section, 3] // config.trained_recurrences
+    attention = getattr(config, f"num_{section}_layers") * 4 * config.hidden_size * length
+    return share * (2 * weights + attention * keys)
 
 
-def _layer_matrices(config) -> int:
-    width = config.hidden_size
-    kv_width = width // config.num_attention_heads * config.num_key_value_heads
-    return 2 * width**2 + 2 * width * kv_width + 2 * width * config.intermediate_size
+def _forward_flops(config, sequence_length: int | None, num_recurrences: int | None) -> tuple[float, list[float]]:
+    """`(once, passes)`: what runs once, and each pass over the core with its injection or router."""
+    sizes, shares = _sizes(config), config.pass_shares(num_recurrences)
+    once = 2 * config.vocab_size * config.hidden_size
+    once += sum(_run_flops(config, section, sequence_length) for section in ("prelude", "coda"))
+    injection = _elements(sizes, "injection", least_dims=2)
+    if getattr(config, "injection", None) == "hyperconnection":  # scalars, each pass's own, that weigh whole states
+        injection = injection // config.trained_recurrences * config.hidden_size
+    router = _elements(sizes, "router", least_dims=2)
+    if getattr(config, "routing", None) == "token_choice":
+        once += 2 * router
+        router = 0
+    passes = []
+    for share, candidates in zip(shares, (1, *shares)):  # a pass takes its tokens from those of the pass before
+        keys = 1 if config.kv_sharing == "first" else share
+        core = _run_flops(config, "core", sequence_length, share=share, keys=keys)
+        passes.append(core + 2 * injection + candidates * 2 * router / config.trained_recurrences)
+    return once, passes
 
 
-def _lane_weights(config) -> int:
-    """Scalars of one pass's hyperconnection: alpha, beta and the mixing matrix."""
-    return config.num_lanes**2 + 2 * config.num_lanes
+def _paper_flops(config, sequence_length: int | None, num_recurrences: int | None) -> tuple[int, int]:
+    """`(blocks, overhead)` of `paper_flops_per_token`; the overhead is the injection's."""
+    count = config.num_recurrences if num_recurrences is None else num_recurrences
+    sections = ("prelude", "core", "coda")
+    prelude, core, coda = (_run_flops(config, section, sequence_length, least_dims=2) for section in sections)
+    return round(prelude + core * count + coda), 2 * _elements(_sizes(config), "injection", least_dims=2) * count

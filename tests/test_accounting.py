@@ -5,10 +5,21 @@ import torch
 from conftest import INJECTIONS, tiny_config
 from transformers import DynamicCache
 
-from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
+from modeling_looped import (
+    LoopedGPTConfig,
+    LoopedGPTForCausalLM,
+    MixtureOfRecursionsConfig,
+    MixtureOfRecursionsForCausalLM,
+    RecurrentGPTConfig,
+    RecurrentGPTForCausalLM,
+)
 from modeling_looped.accounting import (
+    accounting_table,
+    dense_comparison,
     forward_flops_per_token,
+    inference_bytes,
     kv_cache_bytes,
+    paper_flops_per_token,
     parameter_counts,
     training_flops_per_token,
 )
@@ -73,10 +84,16 @@ def test_counts_equal_the_built_model(injection, tied):
     assert counts["total"] == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("kv_sharing", ["all", 1, 2])
-def test_cache_bytes_equal_a_filled_cache(kv_sharing):
-    config = tiny_config(kv_sharing=kv_sharing)
-    model = LoopedGPTForCausalLM(config)
+@pytest.mark.parametrize(
+    ("family", "kv_sharing"),
+    [(LoopedGPTForCausalLM, sharing) for sharing in ("all", 1, 2)]
+    + [(RecurrentGPTForCausalLM, sharing) for sharing in ("all", "first", "average", "last")]
+    + [(MixtureOfRecursionsForCausalLM, sharing) for sharing in ("all", "first")],
+)
+def test_cache_bytes_equal_a_filled_cache(family, kv_sharing):
+    shape = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_core_layers": 2, "num_recurrences": 3}
+    config = family.config_class(**shape, kv_sharing=kv_sharing)
+    model = family(config).eval()
     with torch.no_grad():
         cache = model(torch.ones(2, 7, dtype=torch.long), use_cache=True, num_recurrences=3).cache
     assert isinstance(cache, DynamicCache)
@@ -89,3 +106,140 @@ def test_a_budget_buys_the_paper_s_tokens():
     for recurrences, expected in tokens.items():
         flops = training_flops_per_token(LoopedGPTConfig.iso_depth(10, recurrences))
         assert round(1e18 / (flops * 262144)) * 262144 == expected
+
+
+def test_a_changed_configuration_is_counted_anew():
+    config = tiny_config()
+    before = parameter_counts(config)
+    config.num_coda_layers += 1
+    assert parameter_counts(config)["coda"] == 2 * before["coda"]
+    config.tie_word_embeddings = True
+    assert parameter_counts(config)["head"] == 0
+
+
+# scale: width, heads, layers of the dense twin, layout at isoFLOPS and at isoPARAMS
+RECURRENT_GPT = {
+    "small": (768, 12, 12, (1, 1, 10, 1), (1, 10, 10, 1)),
+    "medium": (1024, 16, 24, (2, 5, 4, 2), (2, 20, 4, 2)),
+    "large": (1280, 20, 36, (1, 5, 6, 5), (3, 30, 6, 3)),
+}
+
+
+def recurrent_gpt(scale: str, iso_params: bool = False, **fields) -> RecurrentGPTConfig:
+    width, heads, dense, *layouts = RECURRENT_GPT[scale]
+    prelude, core, recurrences, coda = layouts[iso_params]
+    layout = {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_prelude_layers": prelude,
+        "num_core_layers": core,
+        "num_recurrences": recurrences,
+        "num_coda_layers": coda,
+        "num_dense_layers": dense,
+    }
+    return RecurrentGPTConfig(**{**layout, **fields})
+
+
+@pytest.mark.parametrize("scale", RECURRENT_GPT)
+@pytest.mark.parametrize("iso_params", [False, True])
+def test_recurrent_gpt_is_blocks_and_one_injection(scale, iso_params):
+    config = recurrent_gpt(scale, iso_params)
+    counts, width = parameter_counts(config), config.hidden_size
+    unique = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
+    assert counts["embedding"] == (50304 + 1024) * width and counts["head"] == 0
+    assert counts["prelude"] + counts["core"] + counts["coda"] == unique * 12 * width**2
+    assert counts["injection"] == 5 * width**2 + 5 * width
+    assert counts["norms"] == (2 * unique + 1) * width
+    assert counts["unique"] == sum(counts[part] for part in ("prelude", "core", "coda", "injection", "norms"))
+
+
+@pytest.mark.parametrize(
+    ("scale", "dense", "blocks", "overhead", "ratio", "training_ratio"),
+    [
+        ("small", "0.2076", "0.2076", "0.0590", "1.284", "0.781"),
+        ("medium", "0.7046", "0.7046", "0.0419", "1.060", "0.725"),
+        ("large", "1.6043", "1.6043", "0.0983", "1.061", "0.689"),
+    ],
+)
+def test_recurrent_gpt_s_flops_table_comes_out_to_the_printed_digit(
+    scale, dense, blocks, overhead, ratio, training_ratio
+):
+    row = dense_comparison(recurrent_gpt(scale))
+    assert [f"{flops / 1e9:.4f}" for flops in (row.dense, row.blocks, row.overhead)] == [dense, blocks, overhead]
+    assert [f"{share:.3f}" for share in (row.ratio, row.training_ratio)] == [ratio, training_ratio]
+
+
+@pytest.mark.parametrize(("scale", "ratio"), [("small", "8.784"), ("medium", "3.560"), ("large", "5.228")])
+def test_iso_params_costs_the_printed_ratio(scale, ratio):
+    assert f"{dense_comparison(recurrent_gpt(scale, iso_params=True)).ratio:.3f}" == ratio
+
+
+@pytest.mark.parametrize("recurrences", [0, 1, 4, 8])
+def test_the_two_conventions_differ_by_head_and_norms(recurrences):
+    config = recurrent_gpt("medium")
+    width, blocks = 1024, 4 + 5 * recurrences
+    paper = blocks * (24 * width**2 + 4 * 512 * width) + recurrences * 10 * width**2
+    assert paper_flops_per_token(config, 512, recurrences) == paper
+    iso_depth = paper + 2 * 50304 * width + blocks * 2 * 2 * width
+    assert forward_flops_per_token(config, 512, recurrences) == iso_depth
+    assert training_flops_per_token(config, 512, recurrences) == 3 * iso_depth
+
+
+def test_low_rank_weights_of_a_pass_run_in_that_pass():
+    plain, relaxed = (recurrent_gpt("small", lora_rank=rank) for rank in (None, 16))
+    one_pass = 16 * (4 * (768 + 768) + 2 * (768 + 3072))
+    assert parameter_counts(relaxed)["core"] == parameter_counts(plain)["core"] + 10 * one_pass
+    for passes in (3, 10):
+        more = 2 * passes * one_pass
+        assert forward_flops_per_token(relaxed, num_recurrences=passes) == (
+            forward_flops_per_token(plain, num_recurrences=passes) + more
+        )
+        assert paper_flops_per_token(relaxed, None, passes) == paper_flops_per_token(plain, None, passes) + more
+
+
+def test_what_an_ablation_leaves_of_the_injection_is_counted():
+    for fields, matrices in (({"gate": "none"}, 2), ({"injection": "additive"}, 3)):
+        config = recurrent_gpt("small", **fields)
+        assert dense_comparison(config).overhead == 10 * 2 * matrices * 768**2
+
+
+@pytest.mark.parametrize(
+    ("kv_sharing", "gib", "ratios"),
+    [
+        (None, ("0.754", "1.410", "3.660"), ("1.000", "1.000", "1.000")),
+        ("all", ("0.412", "1.069", "3.319"), ("0.547", "0.758", "0.907")),
+        ("average", ("0.354", "0.600", "1.444"), ("0.469", "0.425", "0.394")),
+    ],
+)
+def test_medium_takes_the_printed_memory(kv_sharing, gib, ratios):
+    dense = recurrent_gpt("medium").dense_twin()
+    config = dense if kv_sharing is None else recurrent_gpt("medium", kv_sharing=kv_sharing)
+    held, twin = ([inference_bytes(one, 1024, rows) for rows in (1, 8, 32)] for one in (config, dense))
+    assert tuple(f"{size / 2**30:.3f}" for size in held) == gib
+    assert tuple(f"{size / other:.3f}" for size, other in zip(held, twin)) == ratios
+
+
+def test_the_table_of_a_recurrent_gpt_shows_both_conventions():
+    table = accounting_table(recurrent_gpt("small"), [1, 10])
+    general, paper = table.split("\n\n")[2:]
+    assert "2604.21106" in general and "2608.15062" in paper
+    assert paper.splitlines()[-1].split() == ["10", "0.2076", "0.2076", "0.0590", "1.284", "0.781"]
+    assert "2608.15062" not in accounting_table(tiny_config())
+
+
+def test_a_mixture_counts_the_tokens_that_a_pass_takes():
+    shape = {"num_core_layers": 2, "num_recurrences": 3, "num_dense_layers": 8}
+    config, width, length = MixtureOfRecursionsConfig(**shape), 768, 512
+    counts = parameter_counts(config)
+    assert counts["injection"] == 3 * width and counts["core"] == 2 * 12 * width**2
+    once = forward_flops_per_token(RecurrentGPTConfig(**shape), length, 0)
+    weights, attention = 2 * 2 * (12 * width**2 + 2 * width), 2 * 4 * width * length
+    one, two = 1 + 2 / 3 + 1 / 3, 1 + 4 / 9 + 1 / 9
+    routers = 2 * width * (1 + 1 + 2 / 3)
+    assert forward_flops_per_token(config, length) == round(once + weights * one + attention * two + routers)
+    assert training_flops_per_token(config, length) == round(3 * (once + weights * one + attention * two + routers))
+    config.kv_sharing = "first"  # every pass's queries meet all keys of the first
+    assert forward_flops_per_token(config, length) == round(once + weights * one + attention * one + routers)
+    chosen = MixtureOfRecursionsConfig(**shape, routing="token_choice", kv_sharing="first")
+    at_entry = round(once + weights * one + attention * one + 2 * 3 * width)
+    assert forward_flops_per_token(chosen, length) == at_entry
