@@ -45,33 +45,41 @@ class RoutedKeyValues(SharedKeyValues):
     crops and offloading, without a place of its own.
     """
 
-    active: torch.Tensor | None = None  # (batch, length), of the pass at hand
-    _mask: tuple[int, torch.Tensor] | None = None
+    def __init__(self, *args):
+        super().__init__(*args)
+        # Of each pass, because activation checkpointing runs passes again after later ones.
+        self._active: dict[int, torch.Tensor] = {}
+        self._masks: dict[int, torch.Tensor] = {}
+        self._core: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # slots of the first pass, with empty tensors
+
+    def route(self, recurrence: int, active: torch.Tensor) -> None:
+        """Says which tokens a pass runs: (batch, length)."""
+        self._active[recurrence] = active
 
     def update(self, key, value, slot, recurrence, **kwargs):
         if recurrence:  # the first pass runs every token
-            sits_out = ~self.active[:, None, :, None]
+            sits_out = ~self._active[recurrence][:, None, :, None]
             key, value = key.masked_fill(sits_out, 0), value.masked_fill(sits_out, 0)
         elif recurrence == 0:
-            self._of_the_core = (*getattr(self, "_of_the_core", ()), (slot, key[:, :, :0], value[:, :, :0]))
+            self._core[slot] = key[:, :, :0], value[:, :, :0]
         return super().update(key, value, slot, recurrence, **kwargs)
 
     def visible(self, attention_mask, value, recurrence):
         if not recurrence:
             return attention_mask
-        if self._mask is None or self._mask[0] != recurrence:
+        if recurrence not in self._masks:
             seen = (value[:, 0] != 0).any(-1)[:, None, None, :]
-            self._mask = recurrence, additive(is_allowed(attention_mask) & seen, value.dtype)
-        return self._mask[1]
+            self._masks[recurrence] = additive(is_allowed(attention_mask) & seen, value.dtype)
+        return self._masks[recurrence]
 
     def sit_out(self, recurrence: int) -> None:
         """What a pass that no token of this chunk runs leaves in the cache."""
         if self.cache is None or self.hands_on:
             return
-        rows, length = self.active.shape
-        for slot, key, value in self._of_the_core:
-            key, value = (x.new_zeros(rows, x.shape[1], length, x.shape[3]) for x in (key, value))
-            self.cache.update(key, value, slot + recurrence * len(self._of_the_core))
+        rows, length = self._active[recurrence].shape
+        for slot, key_and_value in self._core.items():
+            zeros = (x.new_zeros(rows, x.shape[1], length, x.shape[3]) for x in key_and_value)
+            self.cache.update(*zeros, slot + recurrence * len(self._core))
 
 
 class MixtureOfRecursionsRouter(nn.Module):
@@ -223,7 +231,7 @@ class MixtureOfRecursionsModel(LoopedModelMixin, MixtureOfRecursionsPreTrainedMo
 
     def _pass(self, call, state: torch.Tensor, recurrence: int, active: torch.Tensor, update) -> torch.Tensor:
         """One pass over all tokens of the chunk, of which the inactive ones neither change nor are seen."""
-        call.key_values.active = active
+        call.key_values.route(recurrence, active)
         if recurrence > 0 and not self.training and not torch.compiler.is_compiling() and not active.any():
             call.key_values.sit_out(recurrence)
             return state

@@ -1,22 +1,30 @@
 """
-`make bench`: what depth costs against a transformers Llama that executes as many layers of as many weights.
+`make bench`: what depth costs. LoopedGPT against a transformers Llama that executes as many layers of as many weights,
+and RecurrentGPT at isoFLOPS against its dense twin.
 
 Pairs run in turn, A B A B ..., and ratios are of medians, so that a machine whose speed drifts says the same. No test
 asserts a timing.
 """
 
 import argparse
+import multiprocessing
+import resource
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
+import psutil
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
+from modeling_looped.accounting import forward_flops_per_token
 
 
 VOCAB = 8192
+CONFIGURATION = Path(__file__).resolve().parents[1] / "configuration"
 
 
 def looped(width: int) -> PreTrainedModel:
@@ -94,13 +102,116 @@ def compare(measure: Callable[[PreTrainedModel], float], a: PreTrainedModel, b: 
     return (*(statistics.median(side) for side in zip(*pairs)), statistics.median(x / y for x, y in pairs))
 
 
+# RecurrentGPT against its dense twin (arXiv 2608.15062, section 10.4 of its specification)
+
+
+def static_decode(model: PreTrainedModel, compiled: bool, prompt: int, tokens: int) -> Callable[[PreTrainedModel], float]:
+    """A measure like `decode`, on a static cache, with one compiled graph for the whole model."""
+    input_ids = torch.arange(prompt, device=model.device)[None]
+    cache = StaticCache(config=model.config.cache_config(), max_cache_len=prompt + tokens)
+    mode = "reduce-overhead" if model.device.type == "cuda" else "default"
+    step = torch.compile(model.forward, mode=mode, fullgraph=True, dynamic=False) if compiled else model.forward
+
+    @torch.no_grad()
+    def measure(_) -> float:
+        cache.reset()
+        model(input_ids, cache=cache, use_cache=True, logits_to_keep=1)
+        token, place = input_ids[:, -1:], torch.full((1, 1), prompt, device=model.device)
+        began = now()
+        for _ in range(tokens):
+            token = step(token, cache=cache, use_cache=True, position_ids=place).logits[:, -1:].argmax(-1)
+            place = place + 1
+        return (now() - began) / tokens
+
+    return measure
+
+
+def build(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(CONFIGURATION / f"recurrent-gpt-{name}")
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+
+
+def peak_memory(name: str, device: str, dtype: torch.dtype, prompt: int, tokens: int) -> int:
+    """Bytes that a model and its eager decoding add at their peak; on a CPU, of a process that does nothing else."""
+    input_ids = torch.arange(prompt, device=device)[None]
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    if device == "cuda":
+        model = build(name, device, dtype)
+        model.generate(input_ids, **settings)
+        torch.cuda.reset_peak_memory_stats()
+        model.generate(input_ids, **settings)
+        return torch.cuda.max_memory_allocated()
+    tiny = LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=1, num_hidden_layers=1)
+    generate_once = LlamaForCausalLM(tiny)
+    generate_once.generate(input_ids, **settings)  # what the libraries themselves allocate on first use
+    before = psutil.Process().memory_info().rss
+    build(name, device, dtype).generate(input_ids, **settings)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def where_time_goes(model: PreTrainedModel, measure: Callable[[PreTrainedModel], float], rows: int = 6) -> str:
+    """The operations that eager decoding spends most of its time in, and their shares."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        measure(model)
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
+    return ", ".join(f"{event.key[6:]} {event.self_cpu_time_total / total:.0%}" for event in events[:rows])
+
+
+def recurrent_against_dense(arguments: argparse.Namespace) -> None:
+    prompt, tokens = arguments.prompt, arguments.tokens
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    print(
+        f"\nRecurrentGPT isoFLOPS against its dense twin; batch 1, {prompt} + {tokens} tokens, vocabulary 50,304, "
+        f"{dtype}, {arguments.device}, {torch.get_num_threads()} threads"
+    )
+    print("size    what                            recurrent       dense   ratio   FLOP ratio")
+    for size in arguments.sizes:
+        pair = [build(f"{size}-{cell}", arguments.device, dtype) for cell in ("isoflops", "dense")]
+        flops = [forward_flops_per_token(model.config, prompt + tokens // 2) for model in pair]
+        for kind in ("eager", *(["compiled"] if arguments.compile else [])):
+            torch._dynamo.reset()
+            measures = [static_decode(model, kind == "compiled", prompt, tokens) for model in pair]
+            for measure in measures:
+                measure(None)
+            pairs = [(measures[0](None), measures[1](None)) for _ in range(arguments.rounds)]
+            ours, theirs = (statistics.median(side) for side in zip(*pairs))
+            ratio = statistics.median(x / y for x, y in pairs)
+            what = f"{kind} decode, ms/token"
+            print(f"{size:6}  {what:<30}  {ours * 1e3:9.2f}   {theirs * 1e3:9.2f}   {ratio:5.3f}   {flops[0] / flops[1]:10.3f}")
+            if kind == "eager":
+                profiles = [where_time_goes(model, measure) for model, measure in zip(pair, measures)]
+        print(f"        eager time, recurrent: {profiles[0]}\n        eager time, dense: {profiles[1]}")
+        del pair, measures
+        peaks = []
+        for cell in ("isoflops", "dense"):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                job = process.submit(peak_memory, f"{size}-{cell}", arguments.device, dtype, prompt, tokens)
+                peaks.append(job.result())
+        print(
+            f"{size:6}  {'peak memory, MiB':<30}  {peaks[0] / 2**20:9.0f}   {peaks[1] / 2**20:9.0f}   "
+            f"{peaks[0] / peaks[1]:5.3f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 640])
+    parser.add_argument("--widths", type=int, nargs="*", default=[256, 640], help="of LoopedGPT against Llama")
+    parser.add_argument("--sizes", nargs="*", default=["small", "medium"], help="of RecurrentGPT against its dense twin")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens, for RecurrentGPT")
+    parser.add_argument("--tokens", type=int, default=32, help="decoded tokens, for RecurrentGPT")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.widths:
+        looped_against_llama(arguments)
+    if arguments.sizes:
+        recurrent_against_dense(arguments)
+
+
+def looped_against_llama(arguments: argparse.Namespace) -> None:
     print(
         f"LoopedGPT Loop(2-4x4-2) against Llama 20 layers; vocabulary {VOCAB:,}, {arguments.device}, "
         f"{torch.get_num_threads()} threads"
