@@ -72,6 +72,25 @@ def demo(
     run_demo(output_dir, data, size, steps, quick, overwrite, seed)
 
 
+@app.command()
+@sentence_errors
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A recipe .yaml, or the name of a bundled one.")] = "compare_depth_reuse",
+    output_dir: Annotated[str, typer.Argument(help="Where checkpoints go.")] = "compare-output",
+    train_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
+    validation_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
+    limit_minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same call continues.")] = None,
+    plot_only: Annotated[bool, typer.Option("--plot-only", help="Draw the figure from the rows that are there.")] = False,
+):
+    """Train models that reuse layers and the dense one on the same tokens; a CSV row for each run, and a figure."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from modeling_looped.recipes.compare import compare as run_compare
+
+    disable_progress_bar()
+    run_compare(recipe, output_dir, train_data, validation_data, limit_minutes, plot_only, sys.stderr.isatty())
+
+
 def _load(checkpoint: str, **overrides):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -139,6 +158,31 @@ def evaluate(
 
 @app.command()
 @sentence_errors
+def exits(
+    checkpoint: Checkpoint,
+    file: Annotated[str, typer.Argument(help="As for eval.")],
+    max_recurrences: Annotated[int | None, typer.Option(help="The deepest exit; the checkpoint's own depth by default.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after so many tokens.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+):
+    """What CHECKPOINT predicts on FILE when it stops after each recurrence, against its full depth."""
+    from dataclasses import asdict
+
+    from modeling_looped.eval.exit_curve import exit_curve, exit_table
+    from modeling_looped.eval.held_out import held_out_batches
+    from modeling_looped.recipes.corpus import read_texts
+
+    texts = [text for _, text in read_texts(file)]
+    model, tokenizer = _load(checkpoint)
+    length = sequence_length or model.config.max_position_embeddings
+    points = exit_curve(model, held_out_batches(tokenizer, texts, length, batch_size, max_tokens)[0], max_recurrences)
+    print(json.dumps([asdict(point) for point in points]) if as_json else exit_table(points))
+
+
+@app.command()
+@sentence_errors
 def flops(
     config_or_checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a folder with a config.json, or a Hub name.")],
     recurrences: Annotated[str | None, typer.Option(help="4, or 1,2,4, or 1..8; the configured one by default.")] = None,
@@ -153,6 +197,31 @@ def flops(
 
     config = AutoConfig.from_pretrained(config_or_checkpoint)
     print(accounting_table(config, None if recurrences is None else parse_recurrences(recurrences), sequence_length))
+
+
+@app.command(name="kv-cost")
+@sentence_errors
+def kv_cost(
+    checkpoint: Checkpoint,
+    file: Annotated[
+        str | None, typer.Argument(help="As for eval. Default: the held-out part of Python's library, as in the demo.")
+    ] = None,
+    strategies: Annotated[str, typer.Option(help="Values of kv_sharing; whole numbers too.")] = "first,average,last",
+    recurrences: Annotated[int | None, typer.Option(help="Passes over the core; the checkpoint's by default.")] = None,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens read in one forward.")] = 128,
+    continuation: Annotated[int, typer.Option(min=1, help="Tokens that follow one by one, and are measured.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 16,
+):
+    """What each kv_sharing costs CHECKPOINT in loss on FILE, and saves in cache, against keeping "all"."""
+    from modeling_looped.eval.kv_cost import kv_cost as measure
+    from modeling_looped.eval.kv_cost import kv_cost_table
+    from modeling_looped.recipes.corpus import read_texts, split_by_name, standard_library
+
+    names = [name.strip() for name in strategies.split(",")]
+    kept = [int(name) if name.isdigit() else name for name in names]
+    texts = split_by_name(standard_library())[1] if file is None else [text for _, text in read_texts(file)]
+    model, tokenizer = _load(checkpoint)
+    print(kv_cost_table(measure(model, tokenizer, texts, kept, recurrences, prompt_length, continuation, rows)))
 
 
 @convert_app.command(name="iso-depth")

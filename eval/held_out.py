@@ -61,12 +61,7 @@ def held_out_loss(
     elif configured is None and list(recurrences) != [1]:
         raise ValueError(f"{type(model).__name__} has no recurrences to turn: leave --recurrences out.")
     length = sequence_length or model.config.max_position_embeddings
-    stream, size = _stream(tokenizer, texts, max_tokens)
-    if len(stream) < 2:
-        raise ValueError("The texts hold fewer than two tokens: there is nothing to predict.")
-    starts = range(0, len(stream) - 1, length - 1)
-    windows = [torch.tensor(stream[start : start + length]) for start in starts]
-    batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
+    batches, size = held_out_batches(tokenizer, texts, length, batch_size, max_tokens)
     training, results = model.training, []
     model.eval()
     bar = tqdm(total=len(batches) * len(recurrences), desc="held-out loss", unit="batch", disable=not progress)
@@ -74,11 +69,8 @@ def held_out_loss(
         depth = {} if configured is None else {"num_recurrences": count}
         nats, predicted = 0.0, 0
         for batch in batches:
-            input_ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True).to(model.device)
-            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(w) for w in batch], batch_first=True)
-            labels = input_ids.masked_fill(mask.to(model.device) == 0, -100)
-            # Padding only ever stands to the right of the last window: no token attends to it.
-            logits = model(input_ids, use_cache=False, **depth).logits
+            labels = batch["labels"].to(model.device)
+            logits = model(batch["input_ids"].to(model.device), use_cache=False, **depth).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
             )
@@ -89,6 +81,26 @@ def held_out_loss(
     bar.close()
     model.train(training)
     return results
+
+
+def held_out_batches(
+    tokenizer, texts: Iterable[str], sequence_length: int, batch_size: int = 8, max_tokens: int | None = None
+) -> tuple[list[dict[str, torch.Tensor]], int]:
+    """
+    The windows of `held_out_loss` as batches of `input_ids` and `labels`, with the bytes of the texts that they cover.
+    """
+    stream, size = _stream(tokenizer, texts, max_tokens)
+    if len(stream) < 2:
+        raise ValueError("The texts hold fewer than two tokens: there is nothing to predict.")
+    starts = range(0, len(stream) - 1, sequence_length - 1)
+    windows = [torch.tensor(stream[start : start + sequence_length]) for start in starts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    batches = []
+    for i in range(0, len(windows), batch_size):
+        rows = windows[i : i + batch_size]
+        # Padding only ever stands to the right of the last window: no token attends to it.
+        batches.append({"input_ids": pad(rows, True), "labels": pad(rows, True, padding_value=-100)})
+    return batches, size
 
 
 def _stream(tokenizer, texts: Iterable[str], max_tokens: int | None) -> tuple[list[int], int]:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import TrainerCallback
 
+from .keyed_noise import NoiseKey, set_noise_key
+
 
 SCHEMES = ("fixed", "uniform", "poisson-lognormal", "lognormal-clip")
+CURRICULA = {"linear": lambda progress: progress, "1-sqrt": lambda progress: 1 - math.sqrt(1 - progress)}
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,10 @@ class DepthSampler:
         minimum (`int`, defaults to 1): The fewest.
         mean (`float`, *optional*): Needed by the two log-normal schemes.
         sigma (`float`, *optional*): Spread of the log-normal, 0.5 (`poisson-lognormal`) or 0.435 by default.
+        curriculum (`str`, *optional*):
+            Lets the depth grow from `minimum` over the first `curriculum_steps` steps: `"linear"`, or `"1-sqrt"`, slow
+            at first. What grows is the upper end of `fixed` and `uniform`, and `mean` of the log-normal schemes.
+        curriculum_steps (`int`, *optional*): Needed by `curriculum`.
     """
 
     scheme: str
@@ -31,6 +38,8 @@ class DepthSampler:
     minimum: int = 1
     mean: float | None = None
     sigma: float | None = None
+    curriculum: str | None = None
+    curriculum_steps: int | None = None
 
     def __post_init__(self):
         if self.scheme not in SCHEMES:
@@ -39,27 +48,42 @@ class DepthSampler:
             raise ValueError(f"minimum={self.minimum} must be at least 1 and at most maximum={self.maximum}.")
         if "lognormal" in self.scheme and (self.mean is None or self.mean <= 0):
             raise ValueError(f"mean={self.mean} must be positive with scheme={self.scheme!r}.")
+        if self.curriculum is not None and self.curriculum not in CURRICULA:
+            raise ValueError(f"curriculum={self.curriculum!r} must be one of {', '.join(CURRICULA)}, or None.")
+        if self.curriculum is None and self.curriculum_steps is not None:
+            raise ValueError(f"curriculum_steps={self.curriculum_steps} needs a curriculum: {', '.join(CURRICULA)}.")
+        if self.curriculum is not None and (self.curriculum_steps is None or self.curriculum_steps < 1):
+            raise ValueError(
+                f"curriculum_steps={self.curriculum_steps} must be at least 1 with curriculum={self.curriculum!r}."
+            )
 
     def draw(self, seed: int, step: int, micro_step: int = 0) -> int:
         """The number of recurrences of one micro-batch."""
         generator = np.random.default_rng([seed, step, micro_step])
         if self.scheme == "fixed":
-            return self.maximum
+            return round(self._grown(self.maximum, step))
         if self.scheme == "uniform":
-            return int(generator.integers(self.minimum, self.maximum + 1))
+            return int(generator.integers(self.minimum, round(self._grown(self.maximum, step)) + 1))
+        mean = self._grown(self.mean, step)
         if self.scheme == "poisson-lognormal":
             sigma = 0.5 if self.sigma is None else self.sigma
-            drawn = generator.poisson(generator.lognormal(math.log(self.mean) - sigma**2 / 2, sigma)) + 1
+            drawn = generator.poisson(generator.lognormal(math.log(mean) - sigma**2 / 2, sigma)) + 1
         else:
             sigma = 0.435 if self.sigma is None else self.sigma
-            drawn = round(generator.lognormal(math.log(self.mean) + sigma**2, sigma))
+            drawn = round(generator.lognormal(math.log(mean) + sigma**2, sigma))
         return int(min(max(drawn, self.minimum), self.maximum))
+
+    def _grown(self, target: float, step: int) -> float:
+        """What the curriculum has made of `target` at `step`."""
+        if self.curriculum is None or step >= self.curriculum_steps:
+            return target
+        return self.minimum + CURRICULA[self.curriculum](step / self.curriculum_steps) * (target - self.minimum)
 
 
 class DepthSamplingCallback(TrainerCallback):
     """
-    Draws the recurrences of each micro-batch in transformers' Trainer: `Trainer(..., callbacks=[...])`. Between
-    steps, for evaluation and saving, the configured number is back in place.
+    Draws the recurrences of each micro-batch in transformers' Trainer, and keys the noise of models that have some:
+    `Trainer(..., callbacks=[...])`. Between steps, for evaluation and saving, the configured number is back in place.
     """
 
     def __init__(self, sampler: DepthSampler, seed: int | None = None):
@@ -70,10 +94,13 @@ class DepthSamplingCallback(TrainerCallback):
 
     def _draw(self, args, state, model):
         seed = args.seed if self.seed is None else self.seed
-        _looped_config(model).num_recurrences = self.sampler.draw(seed, state.global_step, self._micro_step)
+        model = _unwrapped(model)
+        model.config.num_recurrences = self.sampler.draw(seed, state.global_step, self._micro_step)
+        first_row = args.process_index * args.per_device_train_batch_size
+        set_noise_key(model, NoiseKey(seed, state.global_step, self._micro_step, first_row))
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self._configured = _looped_config(model).num_recurrences
+        self._configured = _unwrapped(model).config.num_recurrences
         self._micro_step = 0
         self._draw(args, state, model)
 
@@ -82,11 +109,13 @@ class DepthSamplingCallback(TrainerCallback):
         self._draw(args, state, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        _looped_config(model).num_recurrences = self._configured
+        model = _unwrapped(model)
+        model.config.num_recurrences = self._configured
+        set_noise_key(model, None)
 
 
-def _looped_config(model):
-    """The configuration that the forward reads, through DDP and peft wrappers."""
+def _unwrapped(model):
+    """The model whose configuration the forward reads, through DDP and peft wrappers."""
     while hasattr(model, "module"):
         model = model.module
-    return model.config
+    return model

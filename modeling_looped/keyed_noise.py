@@ -54,13 +54,14 @@ class Noise:
         if self.key is None:
             if truncated_at is None:
                 return torch.randn_like(like)
-            uniform = torch.rand(like.shape, device=like.device) * 2 - 1
+            uniform = torch.rand(like.shape, device=like.device) * 2 - 1  # ends are cut off by `share`
         else:
             key = self.key
             salt = _mix_int(key.seed, key.step, key.micro_step, recurrence, stream)
             channels = torch.arange(like.shape[-1], device=like.device)
             cells = _mix(self._cells.to(like.device)[..., None] + (channels * _ODD + salt))
-            uniform = ((cells >> 40 & 0xFFFFFF).float() * 2 + 1) / 2**24 - 1  # 24 bits, inside (-1, 1)
+            # 23 bits and the half that keeps them off the ends, where erfinv is infinite, are what fp32 holds exactly.
+            uniform = ((cells >> 41 & 0x7FFFFF).float() * 2 + 1) / 2**23 - 1
         return (math.sqrt(2) * torch.erfinv(share * uniform)).to(like.dtype)
 
 

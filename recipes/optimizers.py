@@ -1,4 +1,4 @@
-"""Muon for the matrices, AdamW for the rest, and which precision this machine multiplies faster in."""
+"""Muon for the matrices and AdamW for the rest, or AdamW alone; and the precision this machine multiplies faster in."""
 
 import functools
 import math
@@ -74,7 +74,20 @@ def make_optimizers(
     others = [p for p in parameters if id(p) not in taken]
     groups = [{"params": [embedding], "lr": embedding_lr}, {"params": others, "lr": other_lr}]
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
-    optimizers = [Muon(matrices, lr=matrix_lr, weight_decay=matrix_decay), adamw]
+    return _remember_peaks([Muon(matrices, lr=matrix_lr, weight_decay=matrix_decay), adamw])
+
+
+def make_adamw(model: PreTrainedModel, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
+    """nanoGPT's one AdamW: `weight_decay` on matrices and embeddings, none on norms and biases."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return _remember_peaks([torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))])
+
+
+def _remember_peaks(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

@@ -16,8 +16,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_looped.depth_sampling import DepthSampler
+from modeling_looped.keyed_noise import NoiseKey, set_noise_key
 
-from .optimizers import fastest_dtype, make_optimizers
+from .optimizers import fastest_dtype, make_adamw, make_optimizers
 from .tokens import TokenRows
 
 
@@ -28,6 +29,9 @@ class PretrainRecipe:
     total_steps: int = field(default=480, metadata={"help": "Optimizer steps."})
     batch_size: int = field(default=8, metadata={"help": "Rows of an optimizer step, over all ranks and micro-steps."})
     micro_steps: int = field(default=1, metadata={"help": "Forward and backward passes that one step adds up."})
+    optimizer: str = field(default="muon", metadata={"help": "muon (AdamW beside it), or adamw alone."})
+    adamw_lr: float = field(default=6e-4, metadata={"help": "Of optimizer adamw, on everything."})
+    weight_decay: float = field(default=0.1, metadata={"help": "Of optimizer adamw, on matrices and embeddings."})
     matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon, RMS-matched, on the matrices of the blocks."})
     matrix_decay: float = field(
         default=1.0,
@@ -39,7 +43,8 @@ class PretrainRecipe:
     embedding_lr: float = field(default=0.3, metadata={"help": "AdamW, on the token embedding."})
     other_lr: float = field(default=5e-3, metadata={"help": "AdamW, on the head, the norms and lane weights."})
     warmup_steps: int = field(default=0, metadata={"help": "Steps of linear warm-up."})
-    final_lr: float = field(default=0.1, metadata={"help": "Share of the peak that the linear decay ends at."})
+    decay: str = field(default="linear", metadata={"help": "linear or cosine, from the peak to its last share."})
+    final_lr: float = field(default=0.1, metadata={"help": "Share of the peak that the decay ends at."})
     gradient_clip: float | None = field(default=None, metadata={"help": "Largest global gradient norm, if any."})
     depth_scheme: str = field(default="fixed", metadata={"help": "How recurrences are drawn: see DepthSampler."})
     depth_mean: float | None = field(default=None, metadata={"help": "Mean of the log-normal schemes."})
@@ -52,14 +57,19 @@ class PretrainRecipe:
         for name in ("total_steps", "batch_size", "micro_steps", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name, choices in (("optimizer", ("muon", "adamw")), ("decay", ("linear", "cosine"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {' or '.join(map(repr, choices))}.")
         if self.precision not in ("auto", "bf16", "no"):
             raise ValueError(f"precision={self.precision!r} must be 'auto', 'bf16' or 'no' (fp16 is unusable on CPUs).")
 
     def learning_rate(self, step: int) -> float:
-        """Multiplier of the peak at `step`: linear warm-up, then linear decay to `final_lr`."""
+        """Multiplier of the peak at `step`: linear warm-up, then `decay` to `final_lr`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         left = (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps)
+        if self.decay == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
         return self.final_lr + (1 - self.final_lr) * left
 
     def depth_sampler(self, config: PreTrainedConfig) -> DepthSampler:
@@ -85,13 +95,14 @@ def pretrain(
     output_dir: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = True,
+    limit_seconds: float | None = None,
 ) -> PretrainResult:
     """
     Trains `model` in place, from the newest checkpoint under `output_dir` if there is one.
 
     Row order, depths and learning rates are functions of the step, so a continued run repeats what an uninterrupted
-    one would have done. SIGINT and SIGTERM write a checkpoint after the step at hand and return
-    `finished=False`. A checkpoint is a `from_pretrained` directory with the optimizers' state beside it.
+    one would have done. SIGINT, SIGTERM and the end of `limit_seconds` write a checkpoint after the step at hand and
+    return `finished=False`. A checkpoint is a `from_pretrained` directory with the optimizers' state beside it.
 
     Raises:
         `ValueError`: where the checkpoint belongs to another recipe, or ranks that the launcher started do not see
@@ -118,7 +129,10 @@ def pretrain(
     sampler = recipe.depth_sampler(model.config)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable()
-    optimizers = make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay)
+    if recipe.optimizer == "adamw":
+        optimizers = make_adamw(model, recipe.adamw_lr, recipe.weight_decay)
+    else:
+        optimizers = make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay)
     start = 0
     checkpoint = newest_checkpoint(output_dir)
     if checkpoint is not None:
@@ -149,11 +163,13 @@ def pretrain(
                 first = (micro_batch * world + accelerator.process_index) * per_rank
                 batch = rows.batch(first, per_rank).to(accelerator.device)
                 depth = sampler.draw(recipe.seed, step, micro_step)
+                set_noise_key(model, NoiseKey(recipe.seed, step, micro_step, accelerator.process_index * per_rank))
                 last = micro_step == recipe.micro_steps - 1
                 with nullcontext() if last else accelerator.no_sync(wrapped):
                     loss = wrapped(batch, labels=batch, use_cache=False, num_recurrences=depth).loss
                     accelerator.backward(loss / recipe.micro_steps)
                 step_loss += loss.detach() / recipe.micro_steps
+            set_noise_key(model, None)
             loss = accelerator.reduce(step_loss, "mean").item()
             if not math.isfinite(loss):
                 raise FloatingPointError(
@@ -168,7 +184,8 @@ def pretrain(
             speed = len(losses) * recipe.batch_size * rows.length / (time.perf_counter() - began)
             bar.set_postfix(loss=f"{recent_mean(losses):.3f}", r=depth, tokens_per_s=f"{speed:,.0f}", refresh=False)
             done = step + 1
-            stopping = _any_rank(accelerator, stop.received)
+            late = limit_seconds is not None and time.perf_counter() - began > limit_seconds
+            stopping = _any_rank(accelerator, stop.received or late)
             if done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping:
                 if accelerator.is_main_process:
                     _save(output_dir, done, accelerator.unwrap_model(wrapped), optimizers, recipe, tokenizer)
@@ -243,9 +260,10 @@ def _restore(checkpoint: Path, model, optimizers, recipe: PretrainRecipe) -> int
     from safetensors.torch import load_model
 
     progress = json.loads((checkpoint / "progress.json").read_text())
-    changed = [name for name, value in asdict(recipe).items() if progress["recipe"].get(name) != value]
+    trained = {**asdict(PretrainRecipe()), **progress["recipe"]}  # an older one lacks newer fields
+    changed = [name for name, value in asdict(recipe).items() if trained[name] != value]
     if changed:
-        was = ", ".join(f"{name}={progress['recipe'].get(name)!r}" for name in changed)
+        was = ", ".join(f"{name}={trained[name]!r}" for name in changed)
         raise ValueError(f"{checkpoint} was trained with {was}: continue with the same, or choose another directory.")
     load_model(model, str(checkpoint / "model.safetensors"))
     states = torch.load(checkpoint / "optimizers.pt", weights_only=True, map_location="cpu")

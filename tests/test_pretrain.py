@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_looped import LoopedGPTForCausalLM
 from modeling_looped.eval.held_out import held_out_loss, parse_recurrences
+from modeling_looped.keyed_noise import NoiseKey
 from modeling_looped.recipes.corpus import read_texts, split_by_name, standard_library
-from modeling_looped.recipes.optimizers import Muon, fastest_dtype, make_optimizers
+from modeling_looped.recipes.optimizers import Muon, fastest_dtype, make_adamw, make_optimizers
 from modeling_looped.recipes.pretrain import PretrainRecipe, newest_checkpoint, pretrain
 from modeling_looped.recipes.tokens import TokenRows, token_stream, train_tokenizer, unigram_loss
 
@@ -90,6 +91,34 @@ def test_another_recipe_on_the_same_directory_is_refused(tmp_path):
         train(tmp_path, PretrainRecipe(**{**RECIPE.__dict__, "total_steps": 8}))
 
 
+def test_a_checkpoint_from_before_a_field_existed_counts_as_having_its_default(tmp_path):
+    train(tmp_path)
+    record = newest_checkpoint(tmp_path) / "progress.json"
+    progress = json.loads(record.read_text())
+    for name in ("optimizer", "decay"):
+        del progress["recipe"][name]
+    record.write_text(json.dumps(progress))
+    assert train(tmp_path)[1].losses == []
+    with pytest.raises(ValueError, match="decay='linear'"):
+        train(tmp_path, PretrainRecipe(**{**RECIPE.__dict__, "decay": "cosine"}))
+
+
+def test_a_run_out_of_time_stops_between_steps_and_continues(tmp_path):
+    whole = train(tmp_path / "whole")[1].losses
+    _, stopped = train(tmp_path / "parts", limit_seconds=0)
+    assert not stopped.finished and stopped.step == 1
+    assert stopped.losses + train(tmp_path / "parts")[1].losses == whole
+
+
+def test_noise_is_keyed_by_seed_step_and_micro_step_and_free_afterwards(tmp_path):
+    model, keys = fresh_model(), []
+    model.model.noise_key = None  # as on models that have noise
+    model.model.register_forward_pre_hook(lambda module, _: keys.append(module.noise_key))
+    train(tmp_path, PretrainRecipe(**{**RECIPE.__dict__, "seed": 4}), model)
+    assert keys == [NoiseKey(4, step, micro_step, 0) for step in range(6) for micro_step in range(2)]
+    assert model.model.noise_key is None
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_checkpoint(tmp_path):
     model = fresh_model()
     calls = []
@@ -112,6 +141,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_checkpoint(
     [
         ({"total_steps": 0}, "total_steps"),
         ({"precision": "fp16"}, "precision"),
+        ({"optimizer": "sgd"}, "optimizer='sgd'"),
+        ({"decay": "sqrt"}, "decay='sqrt'"),
         ({"batch_size": 3}, "batch_size=3"),
         ({"depth_scheme": "gamma"}, "gamma"),
         ({"depth_mean": None}, "mean"),
@@ -143,6 +174,22 @@ def test_every_parameter_is_in_one_optimizer_once(injection):
         assert id(model.model.injection.proj.weight) in matrices
 
 
+def test_adamw_alone_holds_every_parameter_once_and_decays_only_matrices(tmp_path):
+    model = fresh_model()
+    (adamw,) = make_adamw(model, 1e-3, weight_decay=0.1)
+    decayed, rest = adamw.param_groups
+    held = [id(p) for group in (decayed, rest) for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    assert decayed["weight_decay"] == 0.1 and all(p.dim() >= 2 for p in decayed["params"])
+    assert rest["weight_decay"] == 0 and all(p.dim() < 2 for p in rest["params"])
+    assert {(group["betas"], group["peak_lr"]) for group in adamw.param_groups} == {((0.9, 0.95), 1e-3)}
+
+    recipe = PretrainRecipe(**{**RECIPE.__dict__, "optimizer": "adamw", "adamw_lr": 1e-2, "decay": "cosine"})
+    whole = train(tmp_path / "whole", recipe)[1].losses
+    _, stopped = train(tmp_path / "parts", recipe, limit_seconds=0)
+    assert stopped.losses + train(tmp_path / "parts", recipe)[1].losses == whole
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
 def test_muon_is_torch_s_but_for_the_dtype_of_its_iteration(shape):
     torch.manual_seed(0)
@@ -163,6 +210,10 @@ def test_the_learning_rate_warms_up_and_decays_to_its_last_share():
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0
     assert abs(rates[60] - 0.55) < 1e-9 and abs(recipe.learning_rate(110) - 0.1) < 1e-9
     assert PretrainRecipe().learning_rate(0) == 1.0
+    cosine = PretrainRecipe(total_steps=110, warmup_steps=10, final_lr=0.1, decay="cosine")
+    assert [cosine.learning_rate(step) for step in range(11)] == rates[:11]
+    for step, share in [(35, (2 + 2**0.5) / 4), (60, 0.5), (110, 0.0)]:
+        assert abs(cosine.learning_rate(step) - (0.1 + 0.9 * share)) < 1e-9
 
 
 def test_rows_are_a_shuffled_partition_of_the_stream_in_every_epoch():

@@ -1,0 +1,426 @@
+"""
+`looped compare`: systems that reuse layers against the dense model that they are sized after, trained alike on the
+same tokens (sections 8 and 13 of arXiv 2608.15062's specification), one CSV row a run, and one figure.
+"""
+
+import csv
+import functools
+import hashlib
+import json
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import get_type_hints
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, set_seed
+
+from modeling_looped import MixtureOfRecursionsConfig, RecurrentGPTConfig, __version__
+from modeling_looped.accounting import training_flops_per_token
+from modeling_looped.depth_sampling import DepthSampler
+from modeling_looped.eval.exit_curve import exit_curve
+
+from .corpus import read_texts, split_by_name, standard_library
+from .demo import _prepare_data, _training_figures
+from .pretrain import PretrainRecipe, pretrain
+from .tokens import TokenRows, token_stream
+
+
+SYSTEMS = {
+    "dense": "dense",
+    "recurrent_gpt": "RecurrentGPT",
+    "heavy_tail": "heavy-tail\n(Huginn-style)",
+    "mixture_of_recursions": "Mixture-of-\nRecursions",
+}
+MATCHINGS = {"steps": ("equal optimizer steps", "#1f5fa8"), "flops": ("equal training FLOPs", "#c4622d")}
+COLUMNS = (
+    "system", "cell", "matching", "seed", "steps", "tokens", "parameters", "unique_layers", "effective_layers",
+    "training_flops", "realised_training_flops", "recurrences", "validation_tokens", "nats_per_token",
+    "losses_by_recurrence", "seconds", "settings", "versions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The layers of a cell's looped systems."""
+
+    num_prelude_layers: int
+    num_core_layers: int
+    num_coda_layers: int
+    num_recurrences: int
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What all systems share; `vocab_size` is that of the tokenizer that is trained, at most."""
+
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    num_dense_layers: int
+
+
+@dataclass(frozen=True)
+class CompareRecipe:
+    """A comparison; `training` is that of the dense model, and of all systems at matching `steps`."""
+
+    train_data: str
+    validation_data: str
+    validation_tokens: int
+    results: str
+    figure: str
+    model: ModelSize
+    cells: dict
+    training: PretrainRecipe
+    systems: list = field(default_factory=lambda: list(SYSTEMS))
+    matchings: list = field(default_factory=lambda: list(MATCHINGS))
+    seeds: list = field(default_factory=lambda: [0, 1, 2])
+
+    def __post_init__(self):
+        for name, choices in (("systems", SYSTEMS), ("matchings", MATCHINGS)):
+            for value in getattr(self, name):
+                if value not in choices:
+                    raise ValueError(f"{name}: there is no {value!r}{_hint(value, choices)}")
+        for seed in self.seeds:
+            if not isinstance(seed, int):
+                raise ValueError(f"seeds: {seed!r} must be a whole number.")
+        if self.validation_tokens <= self.model.max_position_embeddings:
+            raise ValueError(
+                f"validation_tokens={self.validation_tokens} must be more than max_position_embeddings="
+                f"{self.model.max_position_embeddings}: give the validation a row at least."
+            )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of the comparison. The dense one belongs to every cell and matching."""
+
+    system: str
+    cell: str
+    matching: str
+    seed: int
+    config: PreTrainedConfig
+    recipe: PretrainRecipe
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.system, self.cell, self.matching, str(self.seed)
+
+    def flops_of_depth(self) -> dict[int, int]:
+        """Training FLOPs per token at each depth that the law may draw."""
+        law = _law(self.recipe.depth_sampler(self.config))
+        return {depth: training_flops_per_token(self.config, num_recurrences=depth) for depth in law}
+
+    def expected_flops_per_token(self) -> float:
+        """Mean over the law of depths."""
+        law, flops = _law(self.recipe.depth_sampler(self.config)), self.flops_of_depth()
+        return sum(share * flops[depth] for depth, share in law.items())
+
+    def realised_flops(self) -> int:
+        """Training FLOPs of the depths that this run draws."""
+        sampler, flops, recipe = self.recipe.depth_sampler(self.config), self.flops_of_depth(), self.recipe
+        steps = range(recipe.total_steps)
+        drawn = (sampler.draw(recipe.seed, step, micro) for step in steps for micro in range(recipe.micro_steps))
+        return sum(flops[depth] for depth in drawn) * self.tokens // (recipe.total_steps * recipe.micro_steps)
+
+    @property
+    def tokens(self) -> int:
+        return self.recipe.total_steps * self.recipe.batch_size * self.config.max_position_embeddings
+
+
+@functools.cache
+def _law(sampler: DepthSampler) -> dict[int, float]:
+    """The probability of each depth; of the log-normal laws over 20,000 draws."""
+    if sampler.scheme == "fixed":
+        return {sampler.maximum: 1.0}
+    depths = range(sampler.minimum, sampler.maximum + 1)
+    if sampler.scheme == "uniform":
+        return dict.fromkeys(depths, 1 / len(depths))
+    drawn = Counter(sampler.draw(0, step) for step in range(20_000))
+    return {depth: drawn[depth] / drawn.total() for depth in depths}
+
+
+def compare(
+    recipe: str,
+    output_dir: str,
+    train_data: str | None = None,
+    validation_data: str | None = None,
+    limit_minutes: float | None = None,
+    plot_only: bool = False,
+    progress: bool = True,
+) -> bool:
+    """
+    Trains what `recipe`, a YAML file or the name of one in this folder, asks for and its CSV does not hold yet, with
+    checkpoints in `output_dir`, then draws the figure. Ends between two steps after `limit_minutes`; the same call
+    continues. Returns whether every run has its row.
+
+    Raises:
+        `ValueError`: for a recipe that does not fit, or a CSV with rows of other settings.
+    """
+    began = time.monotonic()
+    recipe = read_recipe(recipe)
+    results, output = Path(recipe.results), Path(output_dir)
+    if plot_only:
+        plot(recipe, _read_rows(results))
+        return True
+    train_texts, validation_texts = _texts(recipe, train_data, validation_data)
+    size = recipe.model.vocab_size
+    tokenizer, train = _prepare_data(output / f"vocabulary-{size}", train_texts, size)
+    validation = token_stream(tokenizer, validation_texts)[: recipe.validation_tokens]
+    settings = _fingerprint(recipe, train, validation)
+    finished = True
+    for run in planned_runs(recipe, tokenizer):
+        rows = _read_rows(results)
+        other = {row["settings"] for row in rows} - {settings}
+        if other:
+            raise ValueError(f"{results} holds rows of other settings or data: name another file as results.")
+        if run.key in {(row["system"], row["cell"], row["matching"], row["seed"]) for row in rows}:
+            continue
+        left = None if limit_minutes is None else limit_minutes * 60 - (time.monotonic() - began)
+        if left is not None and left <= 0:
+            finished = False
+            break
+        print(f"{', '.join(run.key)}: {run.recipe.total_steps:,} steps", flush=True)
+        row = _train(run, train, validation, tokenizer, output / settings / "-".join(run.key), progress, left)
+        if row is None:
+            finished = False
+            break
+        _append(results, {**row, "settings": settings})
+        print(f"  {row['nats_per_token']:.4f} nats/token in {row['seconds']} s", flush=True)
+    if _read_rows(results):
+        plot(recipe, _read_rows(results))
+    print(f"{results} {'is complete' if finished else 'is not complete: run the same command to continue'}.")
+    return finished
+
+
+def read_recipe(name: str) -> CompareRecipe:
+    """The checked recipe of a file, or of a name without suffix in `modeling_looped.recipes`."""
+    import yaml
+
+    path = Path(name)
+    if not path.is_file():
+        path = Path(__file__).parent / f"{name.removesuffix('.yaml')}.yaml"
+        if not path.is_file():
+            bundled = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.yaml")))
+            raise ValueError(f"{name!r} is neither a file nor a bundled recipe ({bundled}).")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+    if isinstance(values, dict):
+        values = dict(values)
+        if "model" in values:
+            values["model"] = _checked(ModelSize, values["model"], f"{name}, model")
+        if "training" in values:
+            for key in {"seed", "depth_scheme", "depth_mean"}.intersection(values["training"] or ()):
+                raise ValueError(f"{name}, training: leave {key} out, the seeds and systems set it.")
+            values["training"] = _checked(PretrainRecipe, values["training"], f"{name}, training")
+        if isinstance(values.get("cells"), dict):
+            values["cells"] = {
+                cell: _checked(Loop, loop, f"{name}, cells, {cell}") for cell, loop in values["cells"].items()
+            }
+    return _checked(CompareRecipe, values, name)
+
+
+def planned_runs(recipe: CompareRecipe, tokenizer) -> list[Run]:
+    """All runs, seed after seed, so that a comparison that is stopped has whole seeds. The dense model comes first."""
+    dense = _run(recipe, tokenizer, "dense", next(iter(recipe.cells)), 0)
+    budget = dense.expected_flops_per_token() * recipe.training.total_steps
+    runs = []
+    for seed in recipe.seeds:
+        if "dense" in recipe.systems:
+            seeded = replace(dense.recipe, seed=seed)
+            runs.append(replace(dense, cell="all", matching="all", seed=seed, recipe=seeded))
+        for cell in recipe.cells:
+            for system in recipe.systems:
+                if system == "dense":
+                    continue
+                run = _run(recipe, tokenizer, system, cell, seed)
+                for matching in recipe.matchings:
+                    steps = recipe.training.total_steps
+                    if matching == "flops":
+                        steps = max(1, round(budget / run.expected_flops_per_token()))
+                    # The schedule keeps its shape: the warm-up is scaled with the length.
+                    warmup = round(recipe.training.warmup_steps * steps / recipe.training.total_steps)
+                    scaled = replace(run.recipe, total_steps=steps, warmup_steps=warmup)
+                    runs.append(replace(run, matching=matching, recipe=scaled))
+    return runs
+
+
+def _run(recipe: CompareRecipe, tokenizer, system: str, cell: str, seed: int) -> Run:
+    """The run of `system` at matching `steps`."""
+    loop = recipe.cells[cell]
+    looped = RecurrentGPTConfig(
+        **{**asdict(recipe.model), "vocab_size": len(tokenizer)},
+        **asdict(loop),
+        trained_recurrences=loop.num_recurrences,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    config, scheme, mean = {
+        "dense": lambda: (looped.dense_twin(), "fixed", None),
+        "recurrent_gpt": lambda: (looped, "uniform", None),
+        "heavy_tail": lambda: (looped.heavy_tail_twin(), "poisson-lognormal", float(loop.num_recurrences)),
+        "mixture_of_recursions": lambda: (MixtureOfRecursionsConfig.twin_of(looped), "fixed", None),
+    }[system]()
+    training = replace(recipe.training, seed=seed, depth_scheme=scheme, depth_mean=mean)
+    return Run(system, cell, "steps", seed, config, training)
+
+
+def _train(
+    run: Run, train, validation, tokenizer, folder: Path, progress: bool, limit_seconds: float | None
+) -> dict | None:
+    """The run's row of the CSV, or `None` where it was stopped before its last step."""
+    set_seed(run.seed)
+    model = AutoModelForCausalLM.from_config(run.config)
+    rows = TokenRows(train, run.config.max_position_embeddings, run.seed)
+    began = time.perf_counter()
+    result = pretrain(model, rows, run.recipe, folder, tokenizer, progress, limit_seconds)
+    figures = _training_figures(folder, result, time.perf_counter() - began)
+    if not result.finished:
+        return None
+    length = run.config.max_position_embeddings
+    windows = torch.from_numpy(validation[: len(validation) // length * length].astype("int64")).view(-1, length)
+    most = None if run.system == "dense" else run.config.trained_recurrences
+    points = exit_curve(model, windows.split(8), most)
+    plan, depth = run.config.depth_plan(), run.config.num_recurrences
+    return {
+        **dict(zip(COLUMNS, run.key)),
+        "steps": run.recipe.total_steps,
+        "tokens": run.tokens,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "unique_layers": plan.unique_layers,
+        "effective_layers": plan.effective_depth,
+        "training_flops": round(run.expected_flops_per_token() * run.tokens),
+        "realised_training_flops": run.realised_flops(),
+        "recurrences": depth,
+        "validation_tokens": windows[:, 1:].numel(),
+        "nats_per_token": next(point.loss for point in points if point.num_recurrences == depth),
+        "losses_by_recurrence": " ".join(f"{point.num_recurrences}:{point.loss:.4f}" for point in points),
+        "seconds": figures["seconds"],
+        "versions": (
+            f"modeling-looped {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"python {platform.python_version()}"
+        ),
+    }
+
+
+def _texts(recipe: CompareRecipe, train_data: str | None, validation_data: str | None) -> tuple[list[str], list[str]]:
+    """`(train, validation)`: what the caller names, else what the recipe names, else Python's library."""
+    named = train_data or recipe.train_data, validation_data or recipe.validation_data
+    if train_data is None and validation_data is None and not all(Path(path).is_file() for path in named):
+        print(f"{' and '.join(named)} are not both here: training on the Python standard library instead.")
+        return split_by_name(standard_library())
+    return tuple([text for _, text in read_texts(path)] for path in named)
+
+
+def _fingerprint(recipe: CompareRecipe, train, validation) -> str:
+    """Of everything that a row depends on and that its own columns do not say."""
+    defaults, training = asdict(PretrainRecipe()), asdict(recipe.training)
+    training = {name: value for name, value in training.items() if value != defaults[name]}  # fields yet to come: none
+    shared = {"model": asdict(recipe.model), "cells": {c: asdict(loop) for c, loop in recipe.cells.items()}}
+    digest = hashlib.sha256(json.dumps({**shared, "training": training}, sort_keys=True).encode())
+    digest.update(train.tobytes())
+    digest.update(validation.tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _append(path: Path, row: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow({**row, "nats_per_token": f"{row['nats_per_token']:.4f}"})
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _checked(kind: type, values, where: str):
+    """The dataclass `kind` from a mapping whose keys and types fit."""
+    types = get_type_hints(kind)
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: {values!r} must be a mapping with {', '.join(types)}.")
+    for name, value in values.items():
+        if name not in types:
+            raise ValueError(f"{where}: there is no key {name!r}{_hint(name, types)}")
+        expected = types[name] | int if isinstance(0.5, types[name]) else types[name]
+        if not isinstance(value, expected):
+            remedy = ": YAML reads 1e-3 as text, write 1.0e-3" if isinstance(0.5, types[name]) else ""
+            kind_name = getattr(types[name], "__name__", types[name])
+            raise ValueError(f"{where}: {name}={value!r} must be of type {kind_name}{remedy}.")
+    missing = [f.name for f in fields(kind) if f.name not in values and f.default is f.default_factory is MISSING]
+    if missing:
+        raise ValueError(f"{where}: {', '.join(missing)} missing.")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _hint(name, choices: Iterable[str]) -> str:
+    near = get_close_matches(str(name), choices, n=1)
+    return f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(choices)}."
+
+
+def plot(recipe: CompareRecipe, rows: list[dict[str, str]]) -> None:
+    """A panel for each cell: seeds as dots, their mean as a bar, the dense mean as a line through both panels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    if not rows:
+        raise ValueError(f"{recipe.results} has no rows to plot: run the comparison first.")
+    figure, panels = plt.subplots(
+        1, len(recipe.cells), figsize=(5.2 * len(recipe.cells), 4.6), sharey=True, layout="constrained", squeeze=False
+    )
+    dense = [float(row["nats_per_token"]) for row in rows if row["system"] == "dense"]
+    for axes, (cell, loop) in zip(panels[0], recipe.cells.items()):
+        labels = []
+        for position, system in enumerate(recipe.systems):
+            here = [row for row in rows if row["system"] == system and row["cell"] in (cell, "all")]
+            labels.append(SYSTEMS[system] + (f"\n{int(here[0]['parameters']) / 1e3:,.0f} k weights" if here else ""))
+            for side, matching in ((0, "all"), (-0.2, "steps"), (0.2, "flops")):
+                losses = [float(row["nats_per_token"]) for row in here if row["matching"] == matching]
+                if not losses:
+                    continue
+                colour = MATCHINGS[matching][1] if matching in MATCHINGS else "0.25"
+                x, mean = position + side, sum(losses) / len(losses)
+                spots = [x + 0.06 * (i - (len(losses) - 1) / 2) for i in range(len(losses))]
+                axes.hlines(mean, x - 0.16, x + 0.16, color=colour, linewidth=2.5)
+                axes.plot(spots, losses, "o", color=colour, markersize=4, alpha=0.6, markeredgewidth=0)
+                axes.annotate(f"{mean:.3f}", (x, max(losses)), (0, 6), textcoords="offset points", ha="center",
+                              fontsize=8, color=colour)  # fmt: skip
+        if dense:
+            axes.axhline(sum(dense) / len(dense), color="0.75", linewidth=1, linestyle="--", zorder=0)
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.set_xlim(-0.6, len(labels) - 0.4)
+        axes.margins(y=0.15)
+        shape = f"{loop.num_prelude_layers}-{loop.num_core_layers}x{loop.num_recurrences}-{loop.num_coda_layers}"
+        axes.set_title(f"{cell}: Loop({shape}) against {recipe.model.num_dense_layers} dense layers", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92")
+    panels[0][0].set_ylabel("validation loss (nats per token), lower is better")
+    handles = [plt.Line2D([], [], color=colour, linewidth=2.5, label=label) for label, colour in MATCHINGS.values()]
+    seeds = plt.Line2D([], [], color="0.4", marker="o", linestyle="", markersize=4, label="one seed (bar: mean)")
+    figure.legend(handles=[*handles, seeds], loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    path = Path(recipe.figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
