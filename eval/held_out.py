@@ -22,12 +22,12 @@ class HeldOutLoss:
 
 
 def parse_recurrences(text: str) -> list[int]:
-    """`"1..8"`, `"4"` and `"1,2,4..6"` as lists of whole numbers."""
+    """`"0..8"`, `"4"` and `"1,2,4..6"` as lists of whole numbers."""
     counts = []
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:\s*\.\.\s*(\d+))?\s*", part)
-        if bounds is None or int(bounds[1]) < 1 or int(bounds[2] or bounds[1]) < int(bounds[1]):
-            raise ValueError(f"In recurrences {text!r}, {part!r} does not fit: write 4, or 1,2,4, or 1..8.")
+        if bounds is None or int(bounds[2] or bounds[1]) < int(bounds[1]):
+            raise ValueError(f"In recurrences {text!r}, {part!r} does not fit: write 4, or 1,2,4, or 0..8.")
         counts.extend(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
     return counts
 
@@ -89,7 +89,7 @@ def held_out_batches(
     """
     The windows of `held_out_loss` as batches of `input_ids` and `labels`, with the bytes of the texts that they cover.
     """
-    stream, size = _stream(tokenizer, texts, max_tokens)
+    stream, size = text_stream(tokenizer, texts, max_tokens)
     if len(stream) < 2:
         raise ValueError("The texts hold fewer than two tokens: there is nothing to predict.")
     starts = range(0, len(stream) - 1, sequence_length - 1)
@@ -103,7 +103,7 @@ def held_out_batches(
     return batches, size
 
 
-def _stream(tokenizer, texts: Iterable[str], max_tokens: int | None) -> tuple[list[int], int]:
+def text_stream(tokenizer, texts: Iterable[str], max_tokens: int | None) -> tuple[list[int], int]:
     """The token stream, and the bytes of the texts that it covers (a cut text counts by its decoded part)."""
     stream, size = [], 0
     end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []

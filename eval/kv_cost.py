@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .held_out import _stream
+from .held_out import text_stream
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def kv_cost(
             f"prompt_length={prompt_length}, continuation={continuation} and rows={rows} must be at least 1, and the "
             f"first two together at most max_position_embeddings={longest}."
         )
-    stream, _ = _stream(tokenizer, texts, rows * length)
+    stream, _ = text_stream(tokenizer, texts, rows * length)
     if len(stream) < length:
         raise ValueError(f"The texts hold {len(stream)} tokens and one window takes {length}: make it shorter.")
     windows = torch.tensor(stream[: len(stream) // length * length], device=model.device).view(-1, length)

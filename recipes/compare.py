@@ -27,7 +27,7 @@ from modeling_looped.depth_sampling import DepthSampler
 from modeling_looped.eval.exit_curve import exit_curve
 
 from .corpus import read_texts, split_by_name, standard_library
-from .demo import _prepare_data, _training_figures
+from .demo import prepare_data, training_figures
 from .pretrain import PretrainRecipe, pretrain
 from .tokens import TokenRows, token_stream
 
@@ -172,7 +172,7 @@ def compare(
         return True
     train_texts, validation_texts = _texts(recipe, train_data, validation_data)
     size = recipe.model.vocab_size
-    tokenizer, train = _prepare_data(output / f"vocabulary-{size}", train_texts, size)
+    tokenizer, train = prepare_data(output / f"vocabulary-{size}", train_texts, size)
     validation = token_stream(tokenizer, validation_texts)[: recipe.validation_tokens]
     settings = _fingerprint(recipe, train, validation)
     finished = True
@@ -284,7 +284,7 @@ def _train(
     rows = TokenRows(train, run.config.max_position_embeddings, run.seed)
     began = time.perf_counter()
     result = pretrain(model, rows, run.recipe, folder, tokenizer, progress, limit_seconds)
-    figures = _training_figures(folder, result, time.perf_counter() - began)
+    figures = training_figures(folder, result, time.perf_counter() - began)
     if not result.finished:
         return None
     length = run.config.max_position_embeddings

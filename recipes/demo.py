@@ -76,7 +76,7 @@ def demo(
         shutil.rmtree(output)
     work.mkdir(parents=True, exist_ok=True)
     (work / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
-    tokenizer, train = _prepare_data(work, train_texts, plan.vocab_size)
+    tokenizer, train = prepare_data(work, train_texts, plan.vocab_size)
     rows = TokenRows(train, plan.length, seed)
     prelude, core, coda = plan.layers
     config = LoopedGPTConfig(
@@ -103,10 +103,10 @@ def demo(
     )
     result = pretrain(model, rows, recipe, work, tokenizer)
     if not result.finished:
-        _training_figures(work, result, time.perf_counter() - began)
+        training_figures(work, result, time.perf_counter() - began)
         print(f"Stopped after step {result.step} of {recipe.total_steps}. Run the same command to continue.")
         return False
-    trained = _training_figures(work, result, time.perf_counter() - began)
+    trained = training_figures(work, result, time.perf_counter() - began)
 
     shutil.copytree(newest_checkpoint(work), output, dirs_exist_ok=True, ignore=_training_state)
     # From here on everything is measured on what was written, in fresh processes, as a user would load it.
@@ -167,7 +167,7 @@ def _check_output(output: Path, settings: dict, overwrite: bool) -> Path:
     return work
 
 
-def _prepare_data(work: Path, train_texts: list[str], vocab_size: int):
+def prepare_data(work: Path, train_texts: list[str], vocab_size: int):
     """Tokenizer and training stream, kept in `work` for a continued run."""
     from transformers import AutoTokenizer
 
@@ -183,7 +183,7 @@ def _prepare_data(work: Path, train_texts: list[str], vocab_size: int):
     return AutoTokenizer.from_pretrained(folder), np.load(stream, mmap_mode="r")
 
 
-def _training_figures(work: Path, result: PretrainResult, seconds: float) -> dict:
+def training_figures(work: Path, result: PretrainResult, seconds: float) -> dict:
     """Kept beside the run: seconds add up over interruptions, and a finished run that is called again keeps its own."""
     path = work / "training.json"
     figures = json.loads(path.read_text()) if path.exists() else {"seconds": 0}

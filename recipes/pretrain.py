@@ -48,6 +48,8 @@ class PretrainRecipe:
     gradient_clip: float | None = field(default=None, metadata={"help": "Largest global gradient norm, if any."})
     depth_scheme: str = field(default="fixed", metadata={"help": "How recurrences are drawn: see DepthSampler."})
     depth_mean: float | None = field(default=None, metadata={"help": "Mean of the log-normal schemes."})
+    depth_curriculum: str | None = field(default=None, metadata={"help": "linear or 1-sqrt growth of the mean, if any."})
+    depth_curriculum_steps: int | None = field(default=None, metadata={"help": "Steps of that growth."})
     precision: str = field(default="auto", metadata={"help": "bf16 autocast, no, or auto: bf16 where it is faster."})
     activation_checkpointing: bool = field(default=False, metadata={"help": "Recompute each layer in the backward."})
     checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
@@ -75,7 +77,8 @@ class PretrainRecipe:
     def depth_sampler(self, config: PreTrainedConfig) -> DepthSampler:
         """Draws up to the configuration's `trained_recurrences`; `fixed` is its `num_recurrences`."""
         most = config.num_recurrences if self.depth_scheme == "fixed" else config.trained_recurrences
-        return DepthSampler(self.depth_scheme, maximum=most, mean=self.depth_mean)
+        curriculum = {"curriculum": self.depth_curriculum, "curriculum_steps": self.depth_curriculum_steps}
+        return DepthSampler(self.depth_scheme, maximum=most, mean=self.depth_mean, **curriculum)
 
 
 @dataclass

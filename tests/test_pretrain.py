@@ -252,7 +252,7 @@ def test_recurrences_are_read(text, counts):
     assert parse_recurrences(text) == counts
 
 
-@pytest.mark.parametrize("text", ["", "0", "4..2", "a", "1..", "1;2"])
+@pytest.mark.parametrize("text", ["", "-1", "4..2", "a", "1..", "1;2"])
 def test_wrong_recurrences_are_refused(text):
     with pytest.raises(ValueError, match="recurrences"):
         parse_recurrences(text)
