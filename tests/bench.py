@@ -8,7 +8,7 @@ asserts a timing.
 
 import argparse
 import multiprocessing
-import resource
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -145,8 +145,12 @@ def peak_memory(name: str, device: str, dtype: torch.dtype, prompt: int, tokens:
     generate_once = LlamaForCausalLM(tiny)
     generate_once.generate(input_ids, **settings)  # what the libraries themselves allocate on first use
     before = psutil.Process().memory_info().rss
-    build(name, device, dtype).generate(input_ids, **settings)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    model = build(name, device, dtype)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: building takes more than running
+    model.generate(input_ids, **settings)
+    # Not getrusage, which starts from what the parent held when it forked.
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 - before
 
 
 def where_time_goes(model: PreTrainedModel, measure: Callable[[PreTrainedModel], float], rows: int = 6) -> str:
