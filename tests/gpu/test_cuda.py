@@ -2,9 +2,15 @@
 
 import pytest
 import torch
-from transformers import CompileConfig
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
-from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
+from modeling_looped import (
+    LoopedGPTConfig,
+    LoopedGPTForCausalLM,
+    MixtureOfRecursionsConfig,
+    RecurrentGPTConfig,
+)
+from modeling_looped.keyed_noise import Noise, NoiseKey
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -21,6 +27,27 @@ def model(injection: str = "linear", dtype: torch.dtype = torch.float32, **field
     with torch.no_grad():
         built.lm_head.weight.normal_(std=0.2)
     return built.to("cuda", dtype).eval()
+
+
+def other_model(config_class: type, **fields) -> PreTrainedModel:
+    """The same of a RecurrentGPT, or of the mixture that has its shape."""
+    shape = {"vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4, "num_core_layers": 2, "num_recurrences": 4}
+    torch.manual_seed(0)
+    built = AutoModelForCausalLM.from_config(config_class(**shape, pad_token_id=0, **fields))
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.08)
+    return built.to("cuda").eval()
+
+
+OTHERS = [
+    (RecurrentGPTConfig, {}),
+    (RecurrentGPTConfig, {"kv_sharing": "first"}),
+    (RecurrentGPTConfig, {"state_init": "noise", "gate": "none"}),
+    (MixtureOfRecursionsConfig, {}),
+    (MixtureOfRecursionsConfig, {"routing": "token_choice"}),
+]
 
 
 def prompt() -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,3 +96,19 @@ def test_cuda_graph_decode_gives_the_eager_text(recurrences):
         **settings,
     )
     assert torch.equal(compiled, expected)
+
+
+@pytest.mark.parametrize(("config_class", "fields"), OTHERS)
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
+def test_the_other_families_give_the_uncached_text_from_every_cache(config_class, fields, cache):
+    built, (ids, mask) = other_model(config_class, **fields), prompt()
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = built.generate(ids, use_cache=False, **settings)
+    assert torch.equal(built.generate(ids, cache_implementation=cache, **settings), expected)
+
+
+def test_keyed_noise_is_the_same_on_both_devices():
+    like, positions = torch.empty(4, 64, 128), torch.arange(64)[None]
+    on_cpu = Noise(NoiseKey(1, 2, 3), positions, 4)(like, 1, 0)
+    on_gpu = Noise(NoiseKey(1, 2, 3), positions.cuda(), 4)(like.cuda(), 1, 0)
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu, atol=1e-4, rtol=0)
