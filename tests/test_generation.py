@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import INJECTIONS, tiny_model
+from conftest import HEAVY_TAIL, INJECTIONS, tiny_mixture, tiny_model, tiny_recurrent_gpt
 from transformers import (
     CompileConfig,
     ContinuousBatchingConfig,
@@ -41,10 +41,17 @@ def copies(build: Callable[..., PreTrainedModel], *args, **fields) -> Callable[.
     return lambda **more: copy.deepcopy(build(*args, **fields, **more))
 
 
+recurrent_gpt = lru_cache(tiny_recurrent_gpt)
+mixture = lru_cache(tiny_mixture)
+
 # A family joins the whole suite with a row here: the factory takes configuration fields and returns a model in eval
 # mode, trained at TRAINED recurrences. Its plain reference for kv_sharing goes into REFERENCES below.
 FAMILIES: list[tuple[str, Callable[..., PreTrainedModel]]] = [
-    (f"looped_gpt-{injection}", copies(looped_gpt, injection)) for injection in INJECTIONS
+    *((f"looped_gpt-{injection}", copies(looped_gpt, injection)) for injection in INJECTIONS),
+    ("recurrent_gpt", copies(recurrent_gpt)),
+    ("recurrent_gpt-heavy_tail", copies(recurrent_gpt, **HEAVY_TAIL)),
+    ("mixture_of_recursions", copies(mixture)),
+    ("mixture_of_recursions-token_choice", copies(mixture, routing="token_choice")),
 ]
 SHAPES = {
     "2-1xr-1": {"num_prelude_layers": 2, "num_core_layers": 1},
@@ -62,13 +69,20 @@ def allows(factory: Callable, recurrences: int) -> bool:
     return True
 
 
-CASES = [
-    pytest.param(factory, recurrences, id=f"{name}-r{recurrences}")
-    for name, factory in FAMILIES
-    for recurrences in (1, TRAINED, TRAINED + 2)
-    if allows(factory, recurrences)
-]
-every_case = pytest.mark.parametrize(("factory", "recurrences"), CASES)
+def cases(families: list) -> list:
+    return [
+        pytest.param(factory, recurrences, id=f"{name}-r{recurrences}")
+        for name, factory in families
+        for recurrences in (0, 1, TRAINED, TRAINED + 2)
+        if allows(factory, recurrences)
+    ]
+
+
+# Those whose passes run every token, which alone can compress the keys and values of several into one. Mixtures know
+# "all" and "first", and are held against their algorithm in test_mixture_of_recursions.py.
+COMPRESSING = [(name, factory) for name, factory in FAMILIES if "last" in factory().config.kv_strategies]
+every_case = pytest.mark.parametrize(("factory", "recurrences"), cases(FAMILIES))
+every_compressing_case = pytest.mark.parametrize(("factory", "recurrences"), cases(COMPRESSING))
 every_family = pytest.mark.parametrize("factory", [pytest.param(factory, id=name) for name, factory in FAMILIES])
 every_shape = pytest.mark.parametrize("shape", [pytest.param(fields, id=name) for name, fields in SHAPES.items()])
 # For what no injection can change, and for what transformers does around the model.
@@ -138,6 +152,15 @@ def count_passes(model: PreTrainedModel) -> list[int]:
     return passes
 
 
+def skips_passes(model: PreTrainedModel) -> bool:
+    """Mixtures do not run a pass that no token of the chunk needs."""
+    return hasattr(model.base_model, "router")
+
+
+def assert_ran(model: PreTrainedModel, passes: list[int], expected: set[int]) -> None:
+    assert set(passes) == expected or skips_passes(model) and 1 <= min(passes) <= max(passes) <= max(expected)
+
+
 def caches(model: PreTrainedModel, recurrences: int) -> dict:
     """Every kind of full-precision cache, for `recurrences` passes and 16 tokens. None: the model builds its own."""
     config = model.config.cache_config(recurrences)
@@ -155,14 +178,15 @@ def caches(model: PreTrainedModel, recurrences: int) -> dict:
 @every_family
 def test_the_models_of_this_suite_tell_recurrence_counts_apart(factory):
     model, ids = factory(), prompt()
-    logits = [uncached(model, ids, r) for r in (1, 2, TRAINED, TRAINED + 2) if allows(factory, r)]
+    logits = [uncached(model, ids, r) for r in (0, 1, 2, TRAINED, TRAINED + 2) if allows(factory, r)]
     for i, one in enumerate(logits):
         assert all((one - other).abs().max() > 0.5 for other in logits[:i])
 
 
 def check_every_cache(model: PreTrainedModel, recurrences: int) -> None:
-    ids, depth = prompt(), model.config.depth_plan(recurrences).effective_depth
-    expected = uncached(model, ids, recurrences)
+    ids, expected = prompt(), uncached(model, prompt(), recurrences)
+    kept = 1 if model.config.kv_sharing == "first" else recurrences
+    depth = model.config.depth_plan(kept).effective_depth
     for cache in caches(model, recurrences).values():
         logits, cache = in_chunks(model, ids, [5, 1, 1, 3, 1], recurrences, cache)
         close(logits, expected)
@@ -183,8 +207,7 @@ def test_cached_logits_equal_uncached_logits_in_every_shape(shape, recurrences):
     check_every_cache(first_family(**shape), recurrences)
 
 
-@every_case
-def test_a_cropped_cache_continues_as_if_it_had_never_seen_the_tokens(factory, recurrences):
+def check_cropping(factory: Callable, recurrences: int) -> None:
     model, ids, others = factory(), prompt(length=6), prompt(length=5, seed=2)
     expected = uncached(model, torch.cat([ids, others], dim=1), recurrences)[:, 6:]
     for kind in ("own", "static"):
@@ -193,6 +216,11 @@ def test_a_cropped_cache_continues_as_if_it_had_never_seen_the_tokens(factory, r
         cache.crop(-3)
         logits, _ = in_chunks(model, others, [1, 3, 1], recurrences, cache)
         close(logits, expected)
+
+
+@every_case
+def test_a_cropped_cache_continues_as_if_it_had_never_seen_the_tokens(factory, recurrences):
+    check_cropping(factory, recurrences)
 
 
 @first_family_cases
@@ -220,8 +248,10 @@ def test_right_padding_leaves_the_logits_of_real_positions_alone(factory, recurr
 
 
 @every_case
-@pytest.mark.parametrize("kv_sharing", ["all", 1])
+@pytest.mark.parametrize("kv_sharing", ["all", 1, "first"])
 def test_packed_rows_equal_separate_rows(factory, recurrences, kv_sharing):
+    if kv_sharing == 1 and "last" not in factory().config.kv_strategies:
+        kv_sharing = "all"
     model, ids = factory(kv_sharing=kv_sharing), prompt()
     packs = ((5, 4, 2), (3, 8))
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in packs])
@@ -337,7 +367,7 @@ def check_method(factory: Callable, recurrences: int, method: str) -> None:
     model = factory()
     passes = count_passes(model)
     output = generate(model, generation_prompt(rows), recurrences, **settings, **assistant)
-    assert set(passes) == {recurrences}
+    assert_ran(model, passes, {recurrences})
     equal(output.sequences, expected.sequences)
     close(output.logits, expected.logits)
 
@@ -354,8 +384,7 @@ def test_generate_in_further_ways_equals_generate_without_a_cache(recurrences, m
     check_method(first_family, recurrences, method)
 
 
-@every_case
-def test_left_padded_rows_generate_what_single_rows_generate(factory, recurrences):
+def check_left_padding(factory: Callable, recurrences: int) -> None:
     model, ids = factory(), prompt(rows=3, length=8)
     lengths = (8, 5, 2)
     mask = torch.tensor([[0] * (8 - n) + [1] * n for n in lengths])
@@ -370,6 +399,11 @@ def test_left_padded_rows_generate_what_single_rows_generate(factory, recurrence
             output = generate(model, ids * mask, recurrences, **settings)
             equal(output.sequences[:, 8:], torch.cat([single.sequences[:, -4:] for single in singles]))
             close(output.logits, torch.cat([single.logits for single in singles]))
+
+
+@every_case
+def test_left_padded_rows_generate_what_single_rows_generate(factory, recurrences):
+    check_left_padding(factory, recurrences)
 
 
 @every_case
@@ -409,7 +443,7 @@ def test_generate_takes_embeddings(factory, recurrences):
 
 
 def check_early_exit(factory: Callable, recurrences: int, prepare: Callable[[PreTrainedModel], dict]) -> None:
-    draft = 1 if recurrences > 1 else 2
+    draft = next(r for r in (0, 1, 2) if r != recurrences and allows(factory, r))
     model = factory()
     settings = prepare(model)
     expected = generate_uncached(factory, recurrences, 1, ())
@@ -418,7 +452,9 @@ def check_early_exit(factory: Callable, recurrences: int, prepare: Callable[[Pre
     output = generate(model, generation_prompt(1), assistant_early_exit=early_exit, **settings)
     equal(output.sequences, expected.sequences)
     close(output.logits, expected.logits)
-    assert set(passes) == {draft, recurrences} and passes[0] == draft and passes[-1] == recurrences
+    assert_ran(model, passes, {draft, recurrences})
+    if not skips_passes(model):
+        assert passes[0] == draft and passes[-1] == recurrences
     assert model.config.num_recurrences == TRAINED
 
 
@@ -457,11 +493,20 @@ def test_a_model_without_recurrences_can_be_the_assistant():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recurrences", "kv_sharing"), [(TRAINED + 1, "all"), (TRAINED, 1)])
-def test_static_decoding_compiles_to_one_graph_and_equals_eager_decoding(recurrences, kv_sharing):
+@pytest.mark.parametrize(
+    ("family", "recurrences", "kv_sharing"),
+    [
+        ("looped_gpt-linear", TRAINED + 1, "all"),
+        ("looped_gpt-linear", TRAINED, 1),
+        ("looped_gpt-linear", TRAINED, "first"),
+        ("recurrent_gpt", TRAINED, "average"),
+        ("recurrent_gpt-heavy_tail", TRAINED, "all"),
+    ],
+)
+def test_static_decoding_compiles_to_one_graph_and_equals_eager_decoding(family, recurrences, kv_sharing):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, ids = first_family(kv_sharing=kv_sharing, num_core_layers=1, num_coda_layers=0), prompt()
+    model, ids = dict(FAMILIES)[family](kv_sharing=kv_sharing, num_core_layers=1, num_coda_layers=0), prompt()
     settings = {"cache_implementation": "static", "max_new_tokens": 4}
     expected = generate(model, ids, recurrences, **settings)
     compile_config = CompileConfig(mode="default", fullgraph=True)
@@ -497,8 +542,8 @@ def generate_batch(model: PreTrainedModel, ids: torch.Tensor, **settings) -> lis
 
 @pytest.mark.parametrize(
     ("factory", "recurrences"),
-    [(first_family, TRAINED + 2), *((factory, 2) for _, factory in FAMILIES)],
-    ids=[f"{FAMILIES[0][0]}-r{TRAINED + 2}", *(f"{name}-r2" for name, _ in FAMILIES)],
+    [(first_family, TRAINED + 2), *((factory, 2) for _, factory in COMPRESSING)],
+    ids=[f"{FAMILIES[0][0]}-r{TRAINED + 2}", *(f"{name}-r2" for name, _ in COMPRESSING)],
 )
 def test_continuous_batching_at_the_configured_recurrences_equals_single_rows(factory, recurrences):
     model, ids = factory(), prompt()
@@ -523,12 +568,12 @@ def test_continuous_batching_takes_recurrences_like_generate(given):
     assert model.config.num_recurrences == TRAINED
 
 
-def test_continuous_batching_with_fewer_kept_passes_is_refused_before_it_starts():
-    model, ids = first_family(kv_sharing=2), prompt()
-    with pytest.raises(ValueError, match="kv_sharing=2"):
+@pytest.mark.parametrize(("kv_sharing", "kept"), [(2, 2), ("first", 1), ("average", 1), ("last", 1)])
+def test_continuous_batching_with_fewer_kept_passes_is_refused_before_it_starts(kv_sharing, kept):
+    model, ids = first_family(kv_sharing=kv_sharing), prompt()
+    with pytest.raises(ValueError, match=f"kv_sharing={kv_sharing!r}"):
         generate_batch(model, ids)
-    model.config.num_recurrences = 2
-    assert generate_batch(model, ids)
+    assert generate_batch(model, ids, num_recurrences=kept)
 
 
 # Which number of recurrences runs
@@ -623,7 +668,7 @@ def test_recurrences_may_fall_between_calls_on_one_cache_and_may_not_rise(shape,
     cache = caches(model, 4)[kind]
     _, cache = in_chunks(model, ids[:, :5], [4, 1], 4, cache)
     fallen, cache = in_chunks(model, ids[:, 5:7], [1, 1], 2, cache)
-    expected = looped_gpt_reference(model, ids[:, :7], [(5, 4), (1, 2), (1, 2)])
+    expected = reference(model, ids[:, :7], [5, 1, 1], [4, 2, 2])
     close(fallen, expected[:, 5:])
     with pytest.raises(ValueError, match="num_recurrences=4 is more than"):
         in_chunks(model, ids[:, 7:8], [1], 4, cache)
@@ -653,7 +698,7 @@ def test_a_cache_with_too_few_slots_is_refused():
             generate(model, ids, 5, cache=cache)
 
 
-# kv_sharing = k: of earlier chunks, pass i sees what the last pass congruent to i modulo k left
+# kv_sharing: a pass sees less of earlier chunks than what it left there itself
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
@@ -665,22 +710,25 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tenso
     return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
 
-def attend(attention, x: torch.Tensor, start: int, past: list[tuple]) -> tuple[torch.Tensor, tuple]:
+def rotate_and_norm(x: torch.Tensor, positions: torch.Tensor, config) -> torch.Tensor:
+    """What LoopedGPT does to queries and keys, (rows, heads, n, head size)."""
+    rotated = rotate(x, positions, config.rope_parameters["rope_theta"])
+    return F.rms_norm(rotated, (x.shape[-1],), eps=config.rms_norm_eps)
+
+
+def attend(attention, x: torch.Tensor, place: Callable, past: list[tuple], own: tuple | None = None):
     """
-    Plain causal attention of the chunk `x`, (rows, n, width), that begins at position `start`, to `past` chunks of
-    (keys, values) and itself. Returns its output and its own (keys, values).
+    Plain causal attention of the chunk `x`, (rows, n, width), to `past` chunks of (keys, values) and to itself, with
+    keys and values `own` where they are given. Returns its output and its (keys, values).
     """
     config, (rows, n, _) = attention.config, x.shape
     heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    positions = start + torch.arange(n)
     query, key, value = (
         project(x).view(rows, n, -1, size).transpose(1, 2)
         for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    query, key = (
-        F.rms_norm(rotate(y, positions, config.rope_parameters["rope_theta"]), (size,), eps=config.rms_norm_eps)
-        for y in (query, key)
-    )
+    query, key = place(query), place(key)
+    key, value = own or (key, value)
     keys, values = (torch.cat(chunks, dim=2) for chunks in zip(*past, (key, value), strict=True))
     keys, values = (y.repeat_interleave(heads // y.shape[1], dim=1) for y in (keys, values))
     scores = query @ keys.transpose(2, 3) / size**0.5
@@ -690,109 +738,155 @@ def attend(attention, x: torch.Tensor, start: int, past: list[tuple]) -> tuple[t
 
 
 @torch.no_grad()
-def looped_gpt_reference(model, ids: torch.Tensor, chunks: list[tuple[int, int]], kept: int = 99) -> torch.Tensor:
+def plain_reference(
+    model, ids: torch.Tensor, chunks: list[tuple[int, int]], kv_sharing: str | int, embed: Callable, place: Callable
+) -> torch.Tensor:
     """
-    Logits of LoopedGPT, chunk after chunk of (length, recurrences), in plain loops with two stores: `earlier` holds
-    (keys, values) of the chunks before, `current` those of this one, both by (section, pass modulo `kept`, layer).
+    Logits, chunk after chunk of (length, recurrences), in plain loops with two stores: `earlier` holds (keys, values)
+    of the chunks before, `current` those of this one's passes, both by (section, layer, pass).
     """
-    base, logits, start = model.model, [], 0
+    base, config, logits, start = model.model, model.config, [], 0
+    kept = {"all": 99, "first": 1, "average": 1, "last": 1}.get(kv_sharing, kv_sharing)
     earlier: dict[tuple, list] = {}
     for length, recurrences in chunks:
-        current = {}
+        current, positions = {}, start + torch.arange(length)
+        placed = partial(place, positions=positions, config=config)
 
-        def run(section: str, slot: int, x: torch.Tensor) -> torch.Tensor:
+        def run(section: str, recurrence: int, x: torch.Tensor) -> torch.Tensor:
             for index, layer in enumerate(getattr(base, section)):
-                place = (section, slot, index)
-                attended, own = attend(layer.self_attn, layer.input_layernorm(x), start, earlier.get(place, []))
-                current[place] = own  # in place of what an earlier pass of this chunk put there
+                past = earlier.get((section, index, recurrence % kept), [])
+                own = current[section, index, 0] if kv_sharing == "first" and recurrence > 0 else None
+                attended, own = attend(layer.self_attn, layer.input_layernorm(x), placed, past, own)
+                current[section, index, recurrence] = own
                 x = x + attended
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
             return x
 
-        x = run("prelude", 0, base.embedding_norm(base.embed_tokens(ids[:, start : start + length])))
-        state = base.injection.open(x)
+        embeddings = embed(base, ids[:, start : start + length], positions)
+        x = run("prelude", 0, embeddings)
+        anchor, noise = base.anchor(embeddings, x), base.noise(positions[None], len(ids))
+        state = base.injection.open(x, noise)
         for i in range(recurrences):
-            output = run("core", i % kept, base.injection.read(x, state, i))
-            state = base.injection.write(x, state, base.recurrence_norm(output), i)
-        output = model.lm_head(base.norm(run("coda", 0, base.injection.close(state))))
-        cap = model.config.logit_softcap
-        logits.append(cap * torch.tanh(output / cap))
-        for place, own in current.items():
-            earlier.setdefault(place, []).append(own)
+            output = base.recurrence_norm(run("core", i, base.injection.read(anchor, state, i, noise)))
+            state = base.injection.write(anchor, state, output, i, noise, None)
+        logits.append(model.logits(base.norm(run("coda", 0, base.injection.close(state)))))
+        for section, index in dict.fromkeys((section, index) for section, index, _ in current):
+            passes = [own for (*layer, _), own in current.items() if layer == [section, index]]
+            for slot in range(min(kept, len(passes))):
+                left = passes[slot::kept]  # of which the last stays, or the mean
+                means = tuple(torch.stack(tensors).mean(0) for tensors in zip(*left, strict=True))
+                earlier.setdefault((section, index, slot), []).append(means if kv_sharing == "average" else left[-1])
         start += length
     return torch.cat(logits, dim=1)
 
 
-# By model type: (model, ids, [(length, recurrences), ...], kept) -> logits.
-REFERENCES = {"looped_gpt": looped_gpt_reference}
+# By model type: (model, ids, [(length, recurrences), ...], kv_sharing) -> logits.
+REFERENCES = {
+    "looped_gpt": partial(
+        plain_reference,
+        embed=lambda base, ids, positions: base.embedding_norm(base.embed_tokens(ids)),
+        place=rotate_and_norm,
+    ),
+    "recurrent_gpt": partial(
+        plain_reference,
+        embed=lambda base, ids, positions: base.embed_tokens(ids) + base.embed_positions.weight[positions],
+        place=lambda x, positions, config: x,
+    ),
+}
 
 
-def reference(model: PreTrainedModel, ids: torch.Tensor, lengths: list[int], recurrences: int, kept: int = 99):
-    chunks = [(length, recurrences) for length in lengths]
-    return REFERENCES[model.config.model_type](model, ids, chunks, kept)
+def reference(model: PreTrainedModel, ids: torch.Tensor, lengths: list[int], recurrences: int | list, kv_sharing="all"):
+    """Logits of chunks of `lengths`, all with the same number of recurrences or each with its own."""
+    each = recurrences if isinstance(recurrences, list) else [recurrences] * len(lengths)
+    return REFERENCES[model.config.model_type](model, ids, list(zip(lengths, each, strict=True)), kv_sharing)
 
 
 SHARED_CASES = pytest.mark.parametrize(
-    ("factory", "recurrences", "kept"),
+    ("factory", "recurrences", "kv_sharing"),
     [
-        pytest.param(*case.values, kept, id=f"{case.id}-k{kept}")
-        for case in CASES
-        for kept in (1, 2)
-        if case.values[1] > kept
+        pytest.param(*case.values, kv_sharing, id=f"{case.id}-{kv_sharing}")
+        for case in cases(COMPRESSING)
+        for kv_sharing in (1, 2, "average")
+        if case.values[1] > (2 if kv_sharing == 2 else 1)
     ],
 )
 
 
-@every_case
+@every_compressing_case
 def test_the_reference_equals_the_model_where_nothing_is_shared(factory, recurrences):
     model, ids = factory(), prompt()
     expected = uncached(model, ids, recurrences)
     close(reference(model, ids, [11], recurrences), expected)
     close(reference(model, ids, [6, 1, 4], recurrences), expected)
-    close(reference(model, ids, [6, 1, 4], recurrences, kept=recurrences), expected)
+    close(reference(model, ids, [6, 1, 4], recurrences, kv_sharing=max(1, recurrences)), expected)
 
 
-@every_case
-def test_one_chunk_is_exact_under_any_kv_sharing(factory, recurrences):
+@every_compressing_case
+def test_one_chunk_is_exact_where_kv_sharing_compresses(factory, recurrences):
     ids = prompt()
     expected = uncached(factory(), ids, recurrences)
-    for kept in (1, 2, 3):
-        model = factory(kv_sharing=kept)
+    for kv_sharing in (1, 2, 3, "average"):
+        model = factory(kv_sharing=kv_sharing)
         equal(uncached(model, ids, recurrences), expected)
         for cache in caches(model, recurrences).values():
             logits, _ = in_chunks(model, ids, [11], recurrences, cache)
             close(logits, expected)
 
 
-def check_sharing(model: PreTrainedModel, recurrences: int, kept: int) -> None:
+def check_sharing(model: PreTrainedModel, recurrences: int, kv_sharing: int | str) -> None:
     ids, lengths = prompt(), [5, 1, 4, 1]
     exact = uncached(model, ids, recurrences)
-    expected = reference(model, ids, lengths, recurrences, kept)
+    expected = reference(model, ids, lengths, recurrences, kv_sharing)
     for cache in caches(model, recurrences).values():
         logits, cache = in_chunks(model, ids, lengths, recurrences, cache)
         close(logits, expected)
         close(logits[:, :5], exact[:, :5])
         assert (logits - exact)[:, 5:].abs().max() > 0.05, "sharing changes what later chunks see"
-        slots = model.config.depth_plan(kept).effective_depth
+        slots = model.config.depth_plan(1 if kv_sharing == "average" else kv_sharing).effective_depth
         assert [int(layer.get_seq_length()) for layer in cache.layers] == [11] * slots
 
 
 @SHARED_CASES
-def test_chunks_under_kv_sharing_equal_the_reference(factory, recurrences, kept):
-    check_sharing(factory(kv_sharing=kept), recurrences, kept)
+def test_chunks_under_kv_sharing_equal_the_reference(factory, recurrences, kv_sharing):
+    check_sharing(factory(kv_sharing=kv_sharing), recurrences, kv_sharing)
 
 
 @every_shape
-def test_chunks_under_kv_sharing_equal_the_reference_in_every_shape(shape):
-    check_sharing(first_family(kv_sharing=2, **shape), TRAINED + 2, 2)
+@pytest.mark.parametrize("kv_sharing", [2, "average"])
+def test_chunks_under_kv_sharing_equal_the_reference_in_every_shape(shape, kv_sharing):
+    check_sharing(first_family(kv_sharing=kv_sharing, **shape), TRAINED + 2, kv_sharing)
 
 
-@every_case
+@pytest.mark.parametrize("factory", [pytest.param(factory, id=name) for name, factory in COMPRESSING])
+def test_last_is_one_kept_pass(factory):
+    ids = prompt()
+    (one, kept), (last, cache) = (
+        in_chunks(factory(kv_sharing=kv_sharing), ids, [5, 1, 4, 1], TRAINED) for kv_sharing in (1, "last")
+    )
+    equal(last, one)
+    assert len(cache.layers) == len(kept.layers)
+
+
+def test_average_is_a_mean_in_fp32_in_a_model_in_bf16():
+    every, mean = (
+        in_chunks(first_family(kv_sharing=kv_sharing).bfloat16(), prompt(), [11], TRAINED)[1].layers
+        for kv_sharing in ("all", "average")
+    )
+    passes = [every[slot] for slot in (2, 4, 6)]  # of the first core layer, after prelude and coda
+    for name in ("keys", "values"):
+        exact = torch.stack([getattr(one, name).float() for one in passes]).mean(0)
+        equal(getattr(mean[2], name), exact.bfloat16())
+
+
+@every_compressing_case
 def test_keeping_as_many_passes_as_run_is_keeping_all(factory, recurrences):
     ids = prompt()
     expected = uncached(factory(), ids, recurrences)
-    for kept, kind in ((recurrences, "own"), (recurrences, "static"), (recurrences + 1, "own")):
-        model = factory(kv_sharing=kept)
+    sharings = [(max(1, recurrences), "own"), (max(1, recurrences), "static"), (recurrences + 1, "own")]
+    if recurrences <= 1:
+        sharings += [("first", "own"), ("average", "own"), ("last", "static")]
+    for kv_sharing, kind in sharings:
+        model = factory(kv_sharing=kv_sharing)
         logits, cache = in_chunks(model, ids, [6, 1, 4], recurrences, caches(model, recurrences)[kind])
         close(logits, expected)
         assert len(cache.layers) == model.config.depth_plan(recurrences).effective_depth
@@ -800,70 +894,125 @@ def test_keeping_as_many_passes_as_run_is_keeping_all(factory, recurrences):
 
 @SHARED_CASES
 @pytest.mark.parametrize(("implementation", "prefill"), [("dynamic", None), ("static", None), ("dynamic", 4)])
-def test_generate_under_kv_sharing_equals_the_reference(factory, recurrences, kept, implementation, prefill):
-    model, ids = factory(kv_sharing=kept), prompt(rows=1)
+def test_generate_under_kv_sharing_equals_the_reference(factory, recurrences, kv_sharing, implementation, prefill):
+    model, ids = factory(kv_sharing=kv_sharing), prompt(rows=1)
     settings = {"cache_implementation": implementation, "prefill_chunk_size": prefill, "max_new_tokens": 4}
     output = generate(model, ids, recurrences, **settings)
     lengths = [*([11] if prefill is None else [4, 4, 3]), 1, 1, 1]
-    expected = reference(model, output.sequences[:, :-1], lengths, recurrences, kept)[:, -4:]
+    expected = reference(model, output.sequences[:, :-1], lengths, recurrences, kv_sharing)[:, -4:]
     close(output.logits, expected)
     equal(output.sequences[:, -4:], expected.argmax(-1))
 
 
 @SHARED_CASES
-def test_padding_cropping_and_beams_under_kv_sharing_equal_the_reference(factory, recurrences, kept):
-    model, ids = factory(kv_sharing=kept), prompt()
+def test_padding_cropping_and_beams_under_kv_sharing_equal_the_reference(factory, recurrences, kv_sharing):
+    model, ids = factory(kv_sharing=kv_sharing), prompt()
     mask = torch.tensor([[1] * 11, [0] * 5 + [1] * 6])
     output = generate(model, ids * mask, recurrences, attention_mask=mask, max_new_tokens=3)
     for row, first in ((0, 0), (1, 5)):
         tokens = output.sequences[row : row + 1, first:-1]
-        expected = reference(model, tokens, [11 - first, 1, 1], recurrences, kept)[:, -3:]
+        expected = reference(model, tokens, [11 - first, 1, 1], recurrences, kv_sharing)[:, -3:]
         close(output.logits[row], expected[0])
 
     _, cache = in_chunks(model, ids, [6, 1, 3, 1], recurrences)
     cache.crop(-4)
     logits, _ = in_chunks(model, ids.flip(1)[:, :2], [1, 1], recurrences, cache)
     tokens = torch.cat([ids[:, :7], ids.flip(1)[:, :2]], dim=1)
-    close(logits, reference(model, tokens, [6, 1, 1, 1], recurrences, kept)[:, -2:])
+    close(logits, reference(model, tokens, [6, 1, 1, 1], recurrences, kv_sharing)[:, -2:])
 
     output = generate(model, ids, recurrences, num_beams=3, max_new_tokens=3, output_scores=True)
-    log_probs = reference(model, output.sequences[:, :-1], [11, 1, 1], recurrences, kept)[:, -3:].log_softmax(-1)
+    log_probs = reference(model, output.sequences[:, :-1], [11, 1, 1], recurrences, kv_sharing)[:, -3:].log_softmax(-1)
     close(output.sequences_scores, log_probs.gather(2, output.sequences[:, -3:, None]).squeeze(2).mean(1))
 
 
-def test_a_cache_that_cannot_rewrite_entries_is_refused_under_kv_sharing():
-    model, ids = first_family(kv_sharing=1), prompt()
+@pytest.mark.parametrize("kv_sharing", [1, "average"])
+def test_a_cache_that_cannot_rewrite_entries_is_refused_under_kv_sharing(kv_sharing):
+    model, ids = first_family(kv_sharing=kv_sharing), prompt()
     settings = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
     with pytest.raises(ValueError, match="kv_sharing"):
         generate(model, ids, **settings)
     generate(model, ids, 1, **settings)
+    generate(first_family(kv_sharing="first"), ids, **settings)  # rewrites nothing
 
 
-def test_raising_recurrences_is_refused_under_kv_sharing_only_where_it_needs_new_slots():
-    model, ids = first_family(kv_sharing=2), prompt()
-    _, cache = in_chunks(model, ids[:, :5], [5], 1)
-    with pytest.raises(ValueError, match="num_recurrences"):
-        in_chunks(model, ids[:, 5:6], [1], 2, cache)
-    _, cache = in_chunks(model, ids[:, :5], [5], 2)
+@pytest.mark.parametrize(("kv_sharing", "kept"), [(2, 2), ("average", 1), ("first", 1)])
+def test_raising_recurrences_is_refused_under_kv_sharing_only_where_it_needs_new_slots(kv_sharing, kept):
+    model, ids = first_family(kv_sharing=kv_sharing), prompt()
+    if kept > 1:
+        _, cache = in_chunks(model, ids[:, :5], [5], 1)
+        with pytest.raises(ValueError, match="num_recurrences"):
+            in_chunks(model, ids[:, 5:6], [1], 2, cache)
+    _, cache = in_chunks(model, ids[:, :5], [5], kept)
     logits, _ = in_chunks(model, ids[:, 5:6], [1], 5, cache)
-    close(logits, looped_gpt_reference(model, ids[:, :6], [(5, 2), (1, 5)], kept=2)[:, 5:])
+    close(logits, reference(model, ids[:, :6], [5, 1], [kept, 5], kv_sharing)[:, 5:])
 
 
-def test_generate_without_a_cache_warns_once_that_it_computes_the_exact_function(warnings_of):
+@pytest.mark.parametrize("kv_sharing", [1, "average"])
+def test_generate_without_a_cache_warns_once_that_it_computes_the_exact_function(warnings_of, kv_sharing):
     ids = prompt()
     exact = generate(first_family(), ids, use_cache=False)
-    model = first_family(kv_sharing=1)
+    model = first_family(kv_sharing=kv_sharing)
     generate(model, ids)
     assert not warnings_of("use_cache=False")
     for _ in range(2):
         output = generate(model, ids, use_cache=False)
     close(output.logits, exact.logits)
     (message,) = warnings_of("use_cache=False")
-    assert "kv_sharing=1" in message
+    assert f"kv_sharing={kv_sharing!r}" in message
 
 
 def test_generate_without_a_cache_does_not_warn_where_nothing_is_compressed(warnings_of):
     generate(first_family(), prompt(), use_cache=False)
     generate(first_family(kv_sharing=TRAINED), prompt(), use_cache=False)
+    generate(first_family(kv_sharing="first"), prompt(), use_cache=False)
     generate(first_family(kv_sharing=1), prompt(), 1, use_cache=False)
     assert not warnings_of("use_cache=False")
+
+
+# kv_sharing = "first": every pass attends to the first one's keys and values, and nothing is compressed
+
+
+FIRST = [
+    (name, partial(factory, kv_sharing="first"), recurrences)
+    for name, factory in FAMILIES
+    for recurrences in (TRAINED, TRAINED + 2)
+    if allows(factory, recurrences)
+]
+every_first_case = pytest.mark.parametrize(
+    ("factory", "recurrences"), [pytest.param(factory, r, id=f"{name}-r{r}") for name, factory, r in FIRST]
+)
+
+
+@every_first_case
+def test_under_first_a_forward_equals_the_reference_and_not_the_exact_function(factory, recurrences):
+    model, ids = factory(), prompt()
+    logits = uncached(model, ids, recurrences)
+    for lengths in ([11], [5, 1, 4, 1]) if model.config.model_type in REFERENCES else ():
+        close(logits, reference(model, ids, lengths, recurrences, "first"))
+    model.config.kv_sharing = "all"
+    assert (logits - uncached(model, ids, recurrences)).abs().max() > 0.05
+
+
+@every_first_case
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_under_first_cached_logits_equal_uncached_logits_at_every_step(factory, recurrences, attention):
+    model = factory()
+    model.set_attn_implementation(attention)
+    check_every_cache(model, recurrences)
+
+
+@every_shape
+def test_under_first_cached_logits_equal_uncached_logits_in_every_shape(shape):
+    check_every_cache(first_family(kv_sharing="first", **shape), TRAINED)
+
+
+@every_first_case
+def test_under_first_cropping_and_left_padding_change_nothing(factory, recurrences):
+    check_cropping(factory, recurrences)
+    check_left_padding(factory, recurrences)
+
+
+@every_first_case
+@pytest.mark.parametrize("method", METHODS)
+def test_under_first_generate_with_a_cache_equals_generate_without(factory, recurrences, method):
+    check_method(factory, recurrences, method)

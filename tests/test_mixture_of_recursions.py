@@ -256,13 +256,13 @@ def test_the_balancing_bias_moves_towards_the_depths_that_few_tokens_choose():
     with torch.no_grad():
         chosen = model.model.router[0](model(ids, output_recurrences=True).recurrent_states[0]).argmax(-1)
     share = F.one_hot(chosen, PASSES).float().mean((0, 1))
-    model.model.balance.zero_()
+    model.model.router[0].balance.zero_()
     model(ids)
-    assert torch.equal(model.model.balance, 0.5 * torch.sign(1 / PASSES - share))
+    assert torch.equal(model.model.router[0].balance, 0.5 * torch.sign(1 / PASSES - share))
     assert losses < 0.01, "without a balancing loss only the z-loss is left"
-    before = model.model.balance.clone()
+    before = model.model.router[0].balance.clone()
     model.eval()(ids)
-    assert torch.equal(model.model.balance, before), "only training moves it"
+    assert torch.equal(model.model.router[0].balance, before), "only training moves it"
 
 
 # Configuration

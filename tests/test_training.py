@@ -2,13 +2,25 @@
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import INJECTIONS, tiny_config, tiny_model
+from conftest import (
+    HEAVY_TAIL,
+    INJECTIONS,
+    TINY_MODELS,
+    gradients,
+    is_bit_equal,
+    next_token_loss,
+    tiny_config,
+    tiny_model,
+    tiny_recurrent_config,
+    tiny_recurrent_gpt,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.utils import counters
 from transformers import (
@@ -20,11 +32,14 @@ from transformers import (
     set_seed,
 )
 
-from modeling_looped import LoopedGPTForCausalLM, LoopedGPTModel
+from modeling_looped import LoopedGPTForCausalLM, LoopedGPTModel, RecurrentGPTForCausalLM
+from modeling_looped.keyed_noise import NoiseKey, set_noise_key
 
 
 TRUNCATABLE = ("linear", "additive", "none")
 TINY_VOCABULARY = 97
+quiet_recurrent_gpt = partial(tiny_recurrent_gpt, state_noise=0.0, gate_noise=0.0)
+every_family = pytest.mark.parametrize("tiny", TINY_MODELS.values(), ids=TINY_MODELS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,6 +49,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def described(value) -> str | None:
+    """A readable name of a test's case that is a `partial`."""
+    if isinstance(value, partial):
+        return "-".join([value.func.__name__, *map(str, value.keywords.values())])
 
 
 def token_rows(rows: int = 2, length: int = 12, seed: int = 0) -> torch.Tensor:
@@ -92,21 +113,6 @@ def unrolled_logits(model, rows, recurrences: int, backprop: int | None = None, 
     return 15 * torch.tanh(model.lm_head(base.norm(hidden)) / 15)
 
 
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean negative log-likelihood of token t + 1 at position t, over the tokens that count."""
-    targets = labels[:, 1:]
-    likelihoods = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -likelihoods[targets != -100].mean()
-
-
-def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """The gradient of every parameter, `None` where none arrived, leaving the model without gradients."""
-    loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    return found
-
-
 def assert_same(left: dict, right: dict, atol: float = 1e-5) -> None:
     """Equal names, `None` in the same places, and values equal to `atol` of each tensor's largest entry."""
     assert left.keys() == right.keys()
@@ -121,20 +127,14 @@ def largest_difference(left: dict, right: dict) -> float:
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-def is_bit_equal(left: dict, right: dict) -> bool:
-    def same(a, b):
-        return a is b if a is None or b is None else torch.equal(a, b)
-
-    return left.keys() == right.keys() and all(same(value, right[name]) for name, value in left.items())
-
-
 # Truncated backpropagation and sharing
 
 
 @pytest.mark.parametrize("injection", TRUNCATABLE)
 @pytest.mark.parametrize(("recurrences", "backprop"), [(3, 1), (3, 2), (5, 2)])
 def test_truncated_gradients_are_those_of_a_detached_unrolled_network(injection, recurrences, backprop):
-    model = tiny_model(seed=1, injection=injection, backprop_recurrences=backprop, trained_recurrences=5).train()
+    model = tiny_model(injection=injection, backprop_recurrences=backprop, trained_recurrences=5).train()
+    model.model.recurrence_norm.weight.data.mul_(8)  # left small, the state counts for little beside what enters
     rows = token_rows()
     output = model(rows, labels=rows, num_recurrences=recurrences)
     expected_logits = unrolled_logits(model, rows, recurrences, backprop)
@@ -207,8 +207,9 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_an_untied_unrolled_copy(
 # The label contract
 
 
-def test_the_loss_is_shifted_cross_entropy_without_the_ignored_labels():
-    model = tiny_model()
+@every_family
+def test_the_loss_is_shifted_cross_entropy_without_the_ignored_labels(tiny):
+    model = tiny()
     rows = token_rows(4)
     labels = ragged_labels(rows)
     labels[1, 7] = -100  # a gap in the middle, too
@@ -218,18 +219,24 @@ def test_the_loss_is_shifted_cross_entropy_without_the_ignored_labels():
     assert torch.equal(output.logits, model(rows).logits) and model(rows).loss is None
 
 
-def test_four_micro_batches_of_one_are_one_batch_of_four():
-    model = tiny_model().train()
+@every_family
+def test_four_micro_batches_of_one_are_one_batch_of_four(tiny):
+    model = tiny().train()
     rows = token_rows(4)
     labels = ragged_labels(rows)
     counted = (labels[:, 1:] != -100).sum()
 
+    def part(i, **kwargs):
+        set_noise_key(model, NoiseKey(first_row=i))  # of models that have noise
+        return model(rows[i : i + 1], labels=labels[i : i + 1], **kwargs).loss
+
+    set_noise_key(model, NoiseKey())
     whole = model(rows, labels=labels)
-    parts = [model(rows[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=counted).loss for i in range(4)]
+    parts = [part(i, num_items_in_batch=counted) for i in range(4)]
     torch.testing.assert_close(sum(parts), whole.loss, rtol=0, atol=1e-5)
     assert_same(gradients(model, sum(parts)), gradients(model, whole.loss))
 
-    means = [model(rows[i : i + 1], labels=labels[i : i + 1]).loss for i in range(4)]
+    means = [part(i) for i in range(4)]
     assert (sum(means) / 4 - whole.loss).abs() > 1e-3, "the rows are too alike to tell the two averages apart"
 
 
@@ -263,13 +270,14 @@ def trained_weights(run: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
 
 
-def test_the_trainer_gives_equal_weights_for_accumulation_of_four_and_a_batch_of_four(tmp_path):
+@pytest.mark.parametrize("tiny", [tiny_model, quiet_recurrent_gpt], ids=["looped_gpt", "recurrent_gpt"])
+def test_the_trainer_gives_equal_weights_for_accumulation_of_four_and_a_batch_of_four(tmp_path, tiny):
     # Plain SGD without clipping: Adam and the clip both hide a wrong scale of the gradient.
     plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     weights = {}
     for size, accumulation in ((1, 4), (4, 1)):
         run = trainer(
-            tiny_model(),
+            tiny(),
             tmp_path / str(size),
             per_device_train_batch_size=size,
             gradient_accumulation_steps=accumulation,
@@ -279,16 +287,17 @@ def test_the_trainer_gives_equal_weights_for_accumulation_of_four_and_a_batch_of
         run.train()
         weights[size] = trained_weights(run)
     torch.testing.assert_close(weights[1], weights[4], rtol=0, atol=1e-5)
-    assert largest_difference(weights[1], dict(tiny_model().named_parameters())) > 1e-2, "nothing was trained"
+    assert largest_difference(weights[1], dict(tiny().named_parameters())) > 1e-2, "nothing was trained"
 
 
+@every_family
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_resumed_trainer_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, checkpointing):
+def test_a_resumed_trainer_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, tiny, checkpointing):
     arguments = {"save_strategy": "steps", "save_steps": 2, "activation_checkpointing": checkpointing}
-    whole = trainer(tiny_model(), tmp_path, **arguments)
+    whole = trainer(tiny(), tmp_path, **arguments)
     assert math.isfinite(whole.train().training_loss)
 
-    resumed = trainer(tiny_model(seed=1), tmp_path, **arguments)  # other weights: all must come from the checkpoint
+    resumed = trainer(tiny(seed=1), tmp_path, **arguments)  # other weights: all must come from the checkpoint
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 4
     assert is_bit_equal(trained_weights(resumed), trained_weights(whole))
@@ -309,16 +318,34 @@ def test_a_resumed_trainer_run_ends_with_the_weights_of_an_uninterrupted_one(tmp
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recurrences", [1, 3, 5])
 @pytest.mark.parametrize(
-    ("injection", "backprop"), [*((name, None) for name in INJECTIONS), *((name, 2) for name in TRUNCATABLE)]
+    ("tiny", "backprop"),
+    [
+        *((partial(tiny_model, injection=name), None) for name in INJECTIONS),
+        *((partial(tiny_model, injection=name), 2) for name in TRUNCATABLE),
+        (tiny_recurrent_gpt, None),
+        (tiny_recurrent_gpt, 2),
+    ],
+    ids=described,
 )
-def test_activation_checkpointing_leaves_every_bit_of_the_gradients(injection, backprop, recurrences, reentrant):
-    model = tiny_model(injection=injection, backprop_recurrences=backprop, trained_recurrences=5).train()
+def test_activation_checkpointing_leaves_every_bit_of_the_gradients(tiny, backprop, recurrences, reentrant):
+    check_checkpointing(tiny(backprop_recurrences=backprop, trained_recurrences=5), backprop, recurrences, reentrant)
+
+
+@every_family
+@pytest.mark.parametrize("recurrences", [1, 3, 5])
+def test_activation_checkpointing_leaves_every_bit_of_the_gradients_under_kv_sharing_first(tiny, recurrences):
+    check_checkpointing(tiny(kv_sharing="first", trained_recurrences=5), None, recurrences, reentrant=False)
+
+
+def check_checkpointing(model, backprop, recurrences, reentrant):
+    model.train()
     rows = token_rows()
     runs = []
     model.model.core[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
 
     def step():
         runs.clear()
+        torch.manual_seed(0)  # for models with noise
         output = model(rows, labels=rows, num_recurrences=recurrences, use_cache=False)
         return output.loss, gradients(model, output.loss), len(runs)
 
@@ -359,26 +386,45 @@ def graphs_of_all_depths(model, first: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("injection", "backprop", "first"),
-    [("linear", None, 3), *((name, None, 1) for name in INJECTIONS), ("linear", 2, 1), ("additive", 2, 1)],
+    ("tiny", "backprop", "first"),
+    [
+        (tiny_model, None, 3),
+        *((partial(tiny_model, injection=name), None, 1) for name in INJECTIONS),
+        (tiny_model, 2, 1),
+        (partial(tiny_model, injection="additive"), 2, 1),
+        (tiny_recurrent_gpt, None, 3),
+        (tiny_recurrent_gpt, None, 1),
+        (tiny_recurrent_gpt, 2, 1),
+    ],
+    ids=described,
 )
-def test_regional_compilation_never_recompiles_for_another_depth(fresh_dynamo, injection, backprop, first):
+def test_regional_compilation_never_recompiles_for_another_depth(fresh_dynamo, tiny, backprop, first):
     # aot_eager has the tracing and the guards of the default backend, which a slow test below runs.
-    model = tiny_model(injection=injection, backprop_recurrences=backprop, trained_recurrences=8).train()
+    model = tiny(backprop_recurrences=backprop, trained_recurrences=8).train()
     compile_layers(model, backend="aot_eager")
     assert graphs_of_all_depths(model, first) == (1, 1)
 
 
-def test_regional_compilation_takes_one_more_graph_for_truncation_without_injection(fresh_dynamo):
-    # Without injection the core's input after a detached pass wants no gradient, which is a graph of its own.
-    model = tiny_model(injection="none", backprop_recurrences=2, trained_recurrences=8).train()
+@pytest.mark.parametrize(
+    ("tiny", "graphs"),
+    [
+        # Without injection the core's input after a detached pass wants no gradient.
+        (partial(tiny_model, injection="none", backprop_recurrences=2), (2, 2)),
+        # Outside the core, the first pass, and the passes of any other number.
+        (partial(tiny_recurrent_gpt, lora_rank=4), (3, 3)),
+    ],
+    ids=described,
+)
+def test_regional_compilation_takes_few_more_graphs_where_passes_differ(fresh_dynamo, tiny, graphs):
+    model = tiny(trained_recurrences=8).train()
     compile_layers(model, backend="aot_eager")
-    assert graphs_of_all_depths(model, 3) == (2, 2)
+    assert graphs_of_all_depths(model, 3) == graphs
 
 
 @pytest.mark.slow
-def test_regionally_compiled_training_has_the_gradients_of_eager_without_recompiling(fresh_dynamo):
-    model = tiny_model(trained_recurrences=8).train()
+@pytest.mark.parametrize("tiny", [tiny_model, quiet_recurrent_gpt], ids=["looped_gpt", "recurrent_gpt"])
+def test_regionally_compiled_training_has_the_gradients_of_eager_without_recompiling(fresh_dynamo, tiny):
+    model = tiny(trained_recurrences=8).train()
     rows = token_rows()
     eager = gradients(model, model(rows, labels=rows, num_recurrences=5, use_cache=False).loss)
     compile_layers(model)
@@ -506,11 +552,17 @@ def test_at_initialisation_linear_injection_gives_one_output_for_every_depth():
 
 # Without injection the paper's model does not learn (its table 5): here it stops at the frequencies of the tokens.
 @pytest.mark.parametrize(
-    ("injection", "left"), [("linear", 0.5), ("additive", 0.5), ("hyperconnection", 0.5), ("none", 0.7)]
+    ("model_class", "config", "left"),
+    [
+        *((LoopedGPTForCausalLM, tiny_config(injection=name), 0.7 if name == "none" else 0.5) for name in INJECTIONS),
+        (RecurrentGPTForCausalLM, tiny_recurrent_config(), 0.5),
+        (RecurrentGPTForCausalLM, tiny_recurrent_config(**HEAVY_TAIL), 0.5),
+    ],
+    ids=[*INJECTIONS, "recurrent_gpt", "recurrent_gpt-heavy_tail"],
 )
-def test_bf16_autocast_halves_the_loss_on_one_batch_in_twenty_steps(injection, left):
+def test_bf16_autocast_halves_the_loss_on_one_batch_in_twenty_steps(model_class, config, left):
     set_seed(0)
-    model = LoopedGPTForCausalLM(tiny_config(injection=injection)).train()
+    model = model_class(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows, losses = token_rows(2, 16), []
     for _ in range(20):
@@ -530,9 +582,10 @@ def test_bf16_autocast_halves_the_loss_on_one_batch_in_twenty_steps(injection, l
     ("targets", "adapted"),
     [("all-linear", ("prelude", "core", "coda", "injection")), (r".*\.core\.\d+\..*_proj", ("core",))],
 )
-def test_lora_trains_with_checkpointing_and_is_saved_reloaded_and_merged(tmp_path, targets, adapted):
+@every_family
+def test_lora_trains_with_checkpointing_and_is_saved_reloaded_and_merged(tmp_path, tiny, targets, adapted):
     set_seed(0)
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    model = get_peft_model(tiny(), LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     sections = {name.split(".")[3] for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert sections == set(adapted)
 
@@ -550,15 +603,15 @@ def test_lora_trains_with_checkpointing_and_is_saved_reloaded_and_merged(tmp_pat
     assert losses[-1] < losses[1] - 0.1, "at the same depth"
     model.save_pretrained(tmp_path)
 
-    reloaded = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
+    reloaded = PeftModel.from_pretrained(tiny(), tmp_path).eval()
     model.eval()
     with torch.no_grad():
-        before = tiny_model()(rows, num_recurrences=3).logits
+        before = tiny()(rows, num_recurrences=3).logits
         trained = {r: model(input_ids=rows, num_recurrences=r).logits for r in (2, 3)}
         assert (trained[3] - before).abs().max() > 0.1
         for r, logits in trained.items():
             assert torch.equal(reloaded(input_ids=rows, num_recurrences=r).logits, logits)
         merged = reloaded.merge_and_unload()
-        assert isinstance(merged, LoopedGPTForCausalLM)
+        assert isinstance(merged, type(tiny()))
         for r, logits in trained.items():
             torch.testing.assert_close(merged(rows, num_recurrences=r).logits, logits, rtol=0, atol=1e-4)

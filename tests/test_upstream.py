@@ -1,4 +1,4 @@
-"""transformers' own `ModelTesterMixin`, from the sdist of the installed version, on LoopedGPT and on native Llama."""
+"""transformers' own `ModelTesterMixin`, from the sdist of the installed version, on the families and native Llama."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import transformers
 pytestmark = pytest.mark.upstream
 
 SUITE = Path(__file__).parent / "upstream" / "model_suite.py"
+FAMILIES = ("LoopedGPT", "RecurrentGPT")  # by the start of their class names, as in the suite
 
 # What the tests import and the sdist leaves out. Without its mixin, generation is tested here in test_generation.py.
 STUBS = {
@@ -30,13 +32,13 @@ STUBS = {
     ),
 }
 
-# Failures that say nothing about LoopedGPT. Any other must also be a failure of native Llama.
+# Failures that say nothing about a family here. Any other must also be a failure of native Llama.
 ALLOWED_FAILURES = {
     "test_num_layers_is_small": "policy on test sizes: at most 2 layers, and prelude, core, core, coda are 4",
     "test_generation_tester_mixin_inheritance": "wants GenerationTesterMixin, which the sdist lacks; Llama fails too",
 }
 
-# Reasons for which a test may be skipped. Whatever Llama runs, LoopedGPT runs too.
+# Reasons for which a test may be skipped. Whatever Llama runs, the families run too.
 ALLOWED_SKIPS = {
     r"test requires ((multiple )?accelerators?|MPS|deepspeed|Flash Attention( \d)?|the kernels library)": (
         "hardware or a library that this machine lacks; tests/gpu/check.sh is for one with a GPU"
@@ -47,7 +49,7 @@ ALLOWED_SKIPS = {
         "for models of several sub-models, and for mixtures of experts (these two say SDPA and grouped_mm)"
     ),
     r"No sequence-to-sequence language modeling head|does not have position embeddings|partial rope|axial RoPE": (
-        "a part that neither Llama nor LoopedGPT has"
+        "a part that neither Llama nor a family here has"
     ),
     r"does not support sliding window mask|Model does not support output_attentions": (
         "the attention kinds compared here are eager and sdpa over the whole context"
@@ -56,6 +58,9 @@ ALLOWED_SKIPS = {
     r"No conversion found": "the checkpoint has the model's own names, so there is no key mapping to test",
     r"_keep_in_fp32_modules_strict": "the injection is kept in fp32 in fp16 models only, which the plain list does",
 }
+
+# And in one family.
+OWN_SKIPS = {"RecurrentGPT": r"This model does not (support RoPE scaling|have RoPE)"}  # its positions are learned
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +98,32 @@ def harness(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def start(root: Path, test_class: str) -> subprocess.Popen:
-    """One class in a process of its own, on one thread: the models are tiny, and two classes run side by side."""
+def run_suite(root: Path, family: str) -> dict[str, dict[str, list[str]]]:
+    """The outcomes of one class in a process of its own, on one thread: the models are tiny."""
+    test_class = f"{family}Test"
     command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={test_class}.xml"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    with open(root / f"{test_class}.log", "w") as log:
-        return subprocess.Popen(
-            [sys.executable, *command, f"tests/{SUITE.name}::{test_class}"],
-            cwd=root,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    process = subprocess.run(
+        [sys.executable, *command, f"tests/{SUITE.name}::{test_class}"],
+        cwd=root,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    report = root / f"{test_class}.xml"
+    assert process.returncode in (0, 1) and report.is_file(), process.stdout[-3000:]  # 1: some test failed
+    return outcomes(report, family)
+
+
+@pytest.fixture(scope="module")
+def results(harness: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """The outcomes of Llama and of every family, two of them at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = {family: pool.submit(run_suite, harness, family) for family in ("Llama", *FAMILIES)}
+    return {family: run.result() for family, run in runs.items()}
 
 
 def outcomes(report: Path, family: str) -> dict[str, dict[str, list[str]]]:
@@ -122,29 +139,18 @@ def outcomes(report: Path, family: str) -> dict[str, dict[str, list[str]]]:
     return result
 
 
-def test_transformers_own_tests_pass_on_looped_gpt_as_on_llama(harness: Path, capsys: pytest.CaptureFixture):
-    runs = {family: start(harness, f"{family}Test") for family in ("Llama", "LoopedGPT")}
-    try:
-        codes = {family: process.wait(timeout=1500) for family, process in runs.items()}
-    finally:
-        for process in runs.values():
-            process.kill()
-    results = {}
-    for family, code in codes.items():
-        report = harness / f"{family}Test.xml"
-        log = (harness / f"{family}Test.log").read_text()
-        assert code in (0, 1) and report.is_file(), log[-3000:]  # 1: some test failed
-        results[family] = outcomes(report, family)
-        failed = sorted(name for name, found in results[family].items() if found["failed"])
-        skipped = sum(bool(found["skipped"]) for found in results[family].values())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_own_tests_pass_on_every_family_as_on_llama(results, family: str, capsys: pytest.CaptureFixture):
+    llama, looped = results["Llama"], results[family]
+    for name in ("Llama", family):
+        failed = sorted(test for test, found in results[name].items() if found["failed"])
+        skipped = sum(bool(found["skipped"]) for found in results[name].values())
         with capsys.disabled():
             print(
-                f"\ntransformers {transformers.__version__} on {family}: {len(results[family])} tests, {skipped} of "
-                f"them skipped for all or some heads, failed: {', '.join(failed) or 'none'}",
+                f"\ntransformers {transformers.__version__} on {name}: {len(results[name])} tests, {skipped} of them "
+                f"skipped for all or some heads, failed: {', '.join(failed) or 'none'}",
                 end="",
             )
-
-    llama, looped = results["Llama"], results["LoopedGPT"]
     # 161 at 5.24.0. Far fewer would mean that the suite did not run.
     assert llama.keys() == looped.keys() and len(looped) > 150
     failures = {
@@ -158,5 +164,6 @@ def test_transformers_own_tests_pass_on_looped_gpt_as_on_llama(harness: Path, ca
         for name, found in looped.items()
         for reason in found["skipped"]
         if reason not in llama[name]["skipped"] or not any(re.search(known, reason) for known in ALLOWED_SKIPS)
+        if not re.fullmatch(OWN_SKIPS.get(family, ""), reason)
     }
     assert not skips, f"skipped for a reason that Llama does not have, or that is not in ALLOWED_SKIPS: {skips}"
