@@ -107,7 +107,9 @@ class LoopedConfigMixin:
     def num_hidden_layers(self, value: int):
         require_int("num_hidden_layers", value, 1)
         once = self.num_prelude_layers + self.num_coda_layers
-        if self.num_core_layers == 0 and value == once and self.min_recurrences == 0:
+        if self.num_core_layers == 0 and self.min_recurrences == 0:
+            if value != once:
+                raise ValueError(f"num_hidden_layers={value} must be {once} in a dense model of {once} layers.")
             return
         require_int("num_core_layers", self.num_core_layers, 1)
         passes, rest = divmod(value - once, self.num_core_layers)
@@ -117,6 +119,11 @@ class LoopedConfigMixin:
                 f"num_recurrences >= {self.min_recurrences}: the layers that run once stay, and the core runs whole."
             )
         self.num_recurrences = passes
+
+    def effective_depth_if_valid(self) -> int | None:
+        """Executed layers, for defaults; `None` where a count is wrong, which `validate` will then say of the count."""
+        counts = (self.num_prelude_layers, self.num_core_layers, self.num_coda_layers, self.num_recurrences)
+        return self.num_hidden_layers if min(counts) >= 0 and max(counts[:3]) > 0 else None
 
     def kept_recurrences(self, num_recurrences: int | None = None) -> int:
         """Of how many passes a cache keeps the keys and values under `kv_sharing`."""

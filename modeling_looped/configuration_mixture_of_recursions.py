@@ -110,8 +110,8 @@ class MixtureOfRecursionsConfig(LoopedConfigMixin, PreTrainedConfig):
         if self.z_loss is None:
             self.z_loss = 1e-5 if chooses else 0.0
         super().__post_init__(**kwargs)
-        if self.num_dense_layers is None and self.num_core_layers > 0:
-            self.num_dense_layers = self.num_hidden_layers
+        if self.num_dense_layers is None:
+            self.num_dense_layers = self.effective_depth_if_valid()
 
     @classmethod
     def twin_of(cls, config: PreTrainedConfig, **changes) -> "MixtureOfRecursionsConfig":

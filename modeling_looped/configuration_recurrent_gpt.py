@@ -119,8 +119,8 @@ class RecurrentGPTConfig(LoopedConfigMixin, PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        if self.num_dense_layers is None and max(self.num_prelude_layers, self.num_core_layers, self.num_coda_layers) > 0:
-            self.num_dense_layers = self.num_hidden_layers
+        if self.num_dense_layers is None:
+            self.num_dense_layers = self.effective_depth_if_valid()
 
     def dense_twin(self) -> "RecurrentGPTConfig":
         """The dense GPT-2 of `num_dense_layers` layers that this model is compared with."""

@@ -45,43 +45,41 @@ class Noise:
             rows = torch.arange(batch_size, device=position_ids.device) + key.first_row
             self._cells = _mix(_mix(rows if per_row else 0 * rows)[:, None] + position_ids)  # (batch, length)
 
-    def __call__(self, like: torch.Tensor, recurrence: int, stream: int, truncated_at: float | None = None):
+    def __call__(
+        self, like: torch.Tensor, recurrence: int, stream: int, truncated_at: float | None = None
+    ) -> torch.Tensor:
         """
         Noise of the shape and dtype of `like`, (batch, length, channels). `stream` tells noises of one recurrence
         apart; `truncated_at` cuts the normal law off at so many standard deviations.
         """
-        share = 1.0 if truncated_at is None else math.erf(truncated_at / math.sqrt(2))
+        if self.key is None and truncated_at is None:
+            return torch.randn_like(like)
         if self.key is None:
-            if truncated_at is None:
-                return torch.randn_like(like)
-            uniform = torch.rand(like.shape, device=like.device) * 2 - 1  # ends are cut off by `share`
+            uniform = torch.rand(like.shape, device=like.device) * 2 - 1  # its ends are cut off by `share`
         else:
             key = self.key
-            salt = _mix_int(key.seed, key.step, key.micro_step, recurrence, stream)
-            channels = torch.arange(like.shape[-1], device=like.device)
-            cells = _mix(self._cells.to(like.device)[..., None] + (channels * _ODD + salt))
+            cells = self._cells.to(like.device)
+            for start in (0, 1):  # 64 bits of the rest
+                salt = start
+                for number in (key.seed, key.step, key.micro_step, recurrence, stream):
+                    salt = _mix(salt ^ number & _MASK)
+                cells = _mix(cells ^ salt)
+            channels = _mix(torch.arange(like.shape[-1], device=like.device))
             # 23 bits and the half that keeps them off the ends, where erfinv is infinite, are what fp32 holds exactly.
-            uniform = ((cells >> 41 & 0x7FFFFF).float() * 2 + 1) / 2**23 - 1
+            uniform = ((_mix(cells[..., None] ^ channels) >> 9).float() * 2 + 1) / 2**23 - 1
+        share = 1.0 if truncated_at is None else math.erf(truncated_at / math.sqrt(2))
         return (math.sqrt(2) * torch.erfinv(share * uniform)).to(like.dtype)
 
 
-# splitmix64 (Steele, Lea, Flood 2014), as signed numbers: torch multiplies modulo 2**64.
-_ODD, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_MASK = (1 << 32) - 1
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = x + _ODD
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _FIRST
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _SECOND
-    return x ^ (x >> 31 & (1 << 33) - 1)
-
-
-def _mix_int(*numbers: int) -> int:
-    """The same on Python's integers: one signed 64-bit number out of several."""
-    mask, x = (1 << 64) - 1, 0
-    for number in numbers:
-        x = (x + number + _ODD) & mask
-        x = ((x ^ x >> 30) * _FIRST) & mask
-        x = ((x ^ x >> 27) * _SECOND) & mask
-        x ^= x >> 31
-    return x - (1 << 64) if x >> 63 else x
+def _mix(x):
+    """
+    Of a tensor or a number, a hash of 32 bits in int64 (multipliers and shifts of T. Mueller's), whose products stay below 2**63: compilers
+    make of an overflow what they like.
+    """
+    x = x + 0x9E3779B9 & _MASK
+    for _ in range(2):
+        x = (x ^ x >> 16) * 0x45D9F3B & _MASK
+    return x ^ x >> 16

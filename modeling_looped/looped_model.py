@@ -143,6 +143,11 @@ class LoopedModelMixin:
             position_ids = (torch.arange(length, device=inputs_embeds.device) + seen).unsqueeze(0)
         if output_exits and cache is not None and cache.get_seq_length() > 0:
             raise ValueError("output_exits=True needs the whole text in one call: leave the cache out.")
+        if output_exits and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
+            raise ValueError(
+                "output_exits=True (loss_per_recurrence in training) runs the coda after every pass, and these runs would "
+                "be recorded too: ask for output_hidden_states and output_attentions in a call of their own."
+            )
         # Before a cache of our own exists: position_ids that restart (packed rows) are only looked at without one.
         causal_mask = create_causal_mask(
             config=config,
@@ -327,7 +332,7 @@ class LoopedForCausalLMMixin:
             attentions=outputs.attentions,
             recurrent_states=outputs.recurrent_states,
             gate_statistics=outputs.gate_statistics,
-            exit_states=outputs.exit_states,
+            exit_states=outputs.exit_states if output_exits else None,
             auxiliary_loss=outputs.auxiliary_loss,
         )
 

@@ -94,6 +94,8 @@ class MixtureOfRecursionsRouter(nn.Module):
         else:
             hidden = nn.Linear(width, 2 * width, bias=False)
             self.proj = nn.Sequential(hidden, nn.GELU(), nn.Linear(2 * width, choices, bias=False))
+        if config.routing == "token_choice" and config.balancing == "bias":
+            self.register_buffer("balance", torch.zeros(choices))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.proj(hidden_states / self.temperature)
@@ -122,8 +124,6 @@ class MixtureOfRecursionsModel(LoopedModelMixin, MixtureOfRecursionsPreTrainedMo
         by_expert = config.routing == "expert_choice"
         routers, choices = (config.trained_recurrences, 1) if by_expert else (1, config.trained_recurrences)
         self.router = nn.ModuleList(MixtureOfRecursionsRouter(config, choices) for _ in range(routers))
-        if not by_expert and config.balancing == "bias":
-            self.register_buffer("balance", torch.zeros(config.trained_recurrences))
         self.norm = layer_norm(config)
         self.post_init()
 
@@ -209,7 +209,7 @@ class MixtureOfRecursionsModel(LoopedModelMixin, MixtureOfRecursionsPreTrainedMo
     def _token_choice(self, call, state: torch.Tensor) -> torch.Tensor:
         config = self.config
         logits = self.router[0](state)
-        chosen = logits if config.balancing == "loss" else logits + self.balance
+        chosen = logits if config.balancing == "loss" else logits + self.router[0].balance
         depth = chosen.argmax(-1).clamp(max=call.num_recurrences - 1)
         softmax = logits.float().softmax(-1)
         weights = config.router_scale * (softmax if config.router_function == "softmax" else logits.float().sigmoid())
@@ -249,7 +249,7 @@ class MixtureOfRecursionsModel(LoopedModelMixin, MixtureOfRecursionsPreTrainedMo
         if config.balancing == "loss":
             probability = (softmax * real).sum((0, 1)) / counts
             return loss + config.balancing_loss * config.trained_recurrences * (probability * share).sum()
-        self.balance += config.balancing_rate * torch.sign(share.mean() - share)
+        self.router[0].balance += config.balancing_rate * torch.sign(share.mean() - share)
         return loss
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -227,7 +228,7 @@ def check_positions(position_ids: torch.Tensor, cache, most: int) -> None:
     """Refuses positions that have no embedding, looking at their values only where there may be one."""
     if torch.compiler.is_compiling():
         return
-    longest = position_ids.shape[-1] + (cache.get_seq_length() if cache is not None else 0)
+    longest = position_ids.shape[-1] + (cache.get_seq_length() if isinstance(cache, Cache) else 0)
     if (longest > most or position_ids.device.type == "cpu") and (last := int(position_ids.max())) >= most:
         raise ValueError(
             f"Position {last} is past the end: max_position_embeddings={most} were learned. Shorten the text, or the "
