@@ -501,6 +501,8 @@ def test_a_model_without_recurrences_can_be_the_assistant():
         ("looped_gpt-linear", TRAINED, "first"),
         ("recurrent_gpt", TRAINED, "average"),
         ("recurrent_gpt-heavy_tail", TRAINED, "all"),
+        ("mixture_of_recursions", TRAINED, "all"),
+        ("mixture_of_recursions-token_choice", TRAINED, "first"),
     ],
 )
 def test_static_decoding_compiles_to_one_graph_and_equals_eager_decoding(family, recurrences, kv_sharing):

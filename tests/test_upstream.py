@@ -17,7 +17,7 @@ import transformers
 pytestmark = pytest.mark.upstream
 
 SUITE = Path(__file__).parent / "upstream" / "model_suite.py"
-FAMILIES = ("LoopedGPT", "RecurrentGPT")  # by the start of their class names, as in the suite
+FAMILIES = ("LoopedGPT", "RecurrentGPT", "MixtureOfRecursions")  # by the start of their class names, as in the suite
 
 # What the tests import and the sdist leaves out. Without its mixin, generation is tested here in test_generation.py.
 STUBS = {
@@ -60,7 +60,8 @@ ALLOWED_SKIPS = {
 }
 
 # And in one family.
-OWN_SKIPS = {"RecurrentGPT": r"This model does not (support RoPE scaling|have RoPE)"}  # its positions are learned
+NO_ROPE = r"This model does not (support RoPE scaling|have RoPE)"
+OWN_SKIPS = {"RecurrentGPT": NO_ROPE, "MixtureOfRecursions": NO_ROPE}  # their positions are learned
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ FAMILIES = {
     "Llama": (transformers, {"num_hidden_layers": 2, "num_key_value_heads": 2}),
     "LoopedGPT": (modeling_looped, {**LOOP, "num_key_value_heads": 2}),
     "RecurrentGPT": (modeling_looped, LOOP),
+    "MixtureOfRecursions": (modeling_looped, LOOP),
 }
 # Of each head, the table of class names by which the suite decides which labels it takes.
 HEADS = {
