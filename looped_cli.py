@@ -80,7 +80,7 @@ def compare(
     train_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
     validation_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
     limit_minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same call continues.")] = None,
-    plot_only: Annotated[bool, typer.Option("--plot-only", help="Draw the figure from the rows that are there.")] = False,
+    plot_only: Annotated[bool, typer.Option("--plot-only", help="Figure and table of the rows that are there.")] = False,
 ):
     """Train models that reuse layers and the dense one on the same tokens; a CSV row for each run, and a figure."""
     from transformers.utils.logging import disable_progress_bar

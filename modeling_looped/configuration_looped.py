@@ -46,6 +46,23 @@ def require_int(name: str, value, minimum: int, reason: str = "") -> None:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}{reason}.")
 
 
+def require_choice(config, choices: dict[str, tuple[str, ...]]) -> None:
+    """Raises `ValueError` unless each field of `config` has one of its choices."""
+    for name, known in choices.items():
+        if getattr(config, name) not in known:
+            raise ValueError(f"{name}={getattr(config, name)!r} must be one of {', '.join(known)}.")
+
+
+def require_sign(config, positive: tuple[str, ...], or_zero: tuple[str, ...] = ()) -> None:
+    """Raises `ValueError` unless the fields are positive, or, of those in `or_zero`, not negative."""
+    for name in positive:
+        if getattr(config, name) <= 0:
+            raise ValueError(f"{name}={getattr(config, name)} must be positive.")
+    for name in or_zero:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name}={getattr(config, name)} must not be negative: 0 turns it off.")
+
+
 class LoopedConfigMixin:
     """
     Depth for a configuration with the fields `num_prelude_layers`, `num_core_layers`, `num_coda_layers`,
@@ -181,6 +198,11 @@ class LoopedConfigMixin:
             if "last" not in self.kv_strategies:
                 raise ValueError(f"kv_sharing={self.kv_sharing!r} must be one of {known}.")
             require_int("kv_sharing", self.kv_sharing, 1, f" (of passes to keep), or one of {known}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be num_attention_heads={self.num_attention_heads} times a whole "
+                "head size."
+            )
         if self.backprop_recurrences is not None:
             require_int("backprop_recurrences", self.backprop_recurrences, 1, ", or None for all of them")
         if self.num_core_layers > 0:

@@ -3,7 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_looped import LoopedConfigMixin, one_sentence_errors, require_int
+from .configuration_looped import LoopedConfigMixin, one_sentence_errors, require_choice, require_int, require_sign
 
 
 CHOICES = {
@@ -135,21 +135,14 @@ class MixtureOfRecursionsConfig(LoopedConfigMixin, PreTrainedConfig):
         """Called by transformers when a configuration is built, validated or saved."""
         self.validate_depth()
         require_int("num_dense_layers", self.num_dense_layers, 1)
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."
-            )
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
+        require_choice(self, CHOICES)
         if self.routing == "expert_choice" and self.router_function == "softmax":
             raise ValueError("router_function='softmax' needs routing='token_choice': passes take tokens one by one.")
-        for name in ("router_scale", "router_temperature", "layer_norm_eps", "initializer_range"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
-        for name in ("selection_loss", "balancing_loss", "balancing_rate", "z_loss"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative: 0 turns it off.")
+        require_sign(
+            self,
+            ("router_scale", "router_temperature", "layer_norm_eps", "initializer_range"),
+            or_zero=("selection_loss", "balancing_loss", "balancing_rate", "z_loss"),
+        )
 
 
 __all__ = ["MixtureOfRecursionsConfig"]

@@ -3,7 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_looped import LoopedConfigMixin, one_sentence_errors, require_int
+from .configuration_looped import LoopedConfigMixin, one_sentence_errors, require_choice, require_int, require_sign
 
 
 CHOICES = {
@@ -150,19 +150,8 @@ class RecurrentGPTConfig(LoopedConfigMixin, PreTrainedConfig):
         require_int("num_dense_layers", self.num_dense_layers, 1)
         if self.num_core_layers == 0 and self.num_recurrences != 1:
             raise ValueError(f"num_recurrences={self.num_recurrences} must be 1 with num_core_layers=0, which is dense.")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}."
-            )
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}.")
-        for name in ("state_noise", "gate_noise"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative: 0 turns it off.")
-        for name in ("gate_temperature", "layer_norm_eps", "initializer_range"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+        require_choice(self, CHOICES)
+        require_sign(self, ("gate_temperature", "layer_norm_eps", "initializer_range"), ("state_noise", "gate_noise"))
         if self.lora_rank is not None:
             require_int("lora_rank", self.lora_rank, 1, ", or None for none")
 

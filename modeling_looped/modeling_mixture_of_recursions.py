@@ -15,12 +15,12 @@ from .configuration_mixture_of_recursions import MixtureOfRecursionsConfig
 from .generation_looped import LoopedGenerationMixin
 from .looped_cache import SharedKeyValues
 from .looped_layers import LoopedAttention
-from .looped_model import LoopedForCausalLMMixin, LoopedModelMixin, LoopedTaskMixin, register_code
+from .looped_model import LoopedForCausalLMMixin, LoopedTaskMixin, register_code
 from .looped_outputs import DEPTH_OF_THE_CALL
 from .modeling_recurrent_gpt import (
+    LearnedPositionsMixin,
     RecurrentGPTDecoderLayer,
     RecurrentGPTPreTrainedModel,
-    check_positions,
     layer_norm,
 )
 
@@ -115,12 +115,11 @@ class MixtureOfRecursionsPreTrainedModel(RecurrentGPTPreTrainedModel):
 
 
 @auto_docstring
-class MixtureOfRecursionsModel(LoopedModelMixin, MixtureOfRecursionsPreTrainedModel):
+class MixtureOfRecursionsModel(LearnedPositionsMixin, MixtureOfRecursionsPreTrainedModel):
     mask_options = {"allow_is_causal_skip": False}
 
     def __init__(self, config: MixtureOfRecursionsConfig):
         super().__init__(config)
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         by_expert = config.routing == "expert_choice"
         routers, choices = (config.trained_recurrences, 1) if by_expert else (1, config.trained_recurrences)
         self.router = nn.ModuleList(MixtureOfRecursionsRouter(config, choices) for _ in range(routers))
@@ -129,10 +128,6 @@ class MixtureOfRecursionsModel(LoopedModelMixin, MixtureOfRecursionsPreTrainedMo
 
     def build_layer(self, section):
         return RecurrentGPTDecoderLayer(self.config, in_core=False)
-
-    def embed(self, inputs_embeds, position_ids, cache):
-        check_positions(position_ids, cache, self.config.max_position_embeddings)
-        return inputs_embeds + self.embed_positions(position_ids), None
 
     @property
     def takes_the_best(self) -> bool:

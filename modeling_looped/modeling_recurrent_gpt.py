@@ -190,11 +190,30 @@ class RecurrentGPTPreTrainedModel(LoopedPreTrainedModel):
             super()._init_weights(module)
 
 
-@auto_docstring
-class RecurrentGPTModel(LoopedModelMixin, RecurrentGPTPreTrainedModel):
-    def __init__(self, config: RecurrentGPTConfig):
+class LearnedPositionsMixin(LoopedModelMixin):
+    """The base model with learned absolute positions."""
+
+    def __init__(self, config):
         super().__init__(config)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def embed(self, inputs_embeds, position_ids, cache):
+        most = self.config.max_position_embeddings
+        if not torch.compiler.is_compiling():
+            longest = position_ids.shape[-1] + (cache.get_seq_length() if isinstance(cache, Cache) else 0)
+            # Elsewhere than on a CPU, looking at values waits for the device: only where some may be past the end.
+            if (longest > most or position_ids.device.type == "cpu") and (last := int(position_ids.max())) >= most:
+                raise ValueError(
+                    f"Position {last} is past the end: max_position_embeddings={most} were learned. Shorten the text, "
+                    "or the number of new tokens."
+                )
+        return inputs_embeds + self.embed_positions(position_ids), None
+
+
+@auto_docstring
+class RecurrentGPTModel(LearnedPositionsMixin, RecurrentGPTPreTrainedModel):
+    def __init__(self, config: RecurrentGPTConfig):
+        super().__init__(config)
         if config.num_core_layers > 0:
             self.injection = RecurrentGPTInjection(config)
         self.recurrence_norm = nn.Identity()
@@ -204,10 +223,6 @@ class RecurrentGPTModel(LoopedModelMixin, RecurrentGPTPreTrainedModel):
 
     def build_layer(self, section):
         return RecurrentGPTDecoderLayer(self.config, in_core=section == "core")
-
-    def embed(self, inputs_embeds, position_ids, cache):
-        check_positions(position_ids, cache, self.config.max_position_embeddings)
-        return inputs_embeds + self.embed_positions(position_ids), None
 
     def anchor(self, embeddings, prelude_output):
         choices = {"embedding": embeddings, "zeros": torch.zeros_like(prelude_output)}
@@ -222,18 +237,6 @@ class RecurrentGPTModel(LoopedModelMixin, RecurrentGPTPreTrainedModel):
 
     def recur(self, call, prelude_output):
         return super().recur(call, prelude_output) if len(self.core) > 0 else prelude_output
-
-
-def check_positions(position_ids: torch.Tensor, cache, most: int) -> None:
-    """Refuses positions that have no embedding, looking at their values only where there may be one."""
-    if torch.compiler.is_compiling():
-        return
-    longest = position_ids.shape[-1] + (cache.get_seq_length() if isinstance(cache, Cache) else 0)
-    if (longest > most or position_ids.device.type == "cpu") and (last := int(position_ids.max())) >= most:
-        raise ValueError(
-            f"Position {last} is past the end: max_position_embeddings={most} were learned. Shorten the text, or the "
-            "number of new tokens."
-        )
 
 
 @auto_docstring

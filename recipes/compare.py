@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -169,6 +170,7 @@ def compare(
     results, output = Path(recipe.results), Path(output_dir)
     if plot_only:
         plot(recipe, _read_rows(results))
+        print(table(_read_rows(results)))
         return True
     train_texts, validation_texts = _texts(recipe, train_data, validation_data)
     size = recipe.model.vocab_size
@@ -194,8 +196,9 @@ def compare(
             break
         _append(results, {**row, "settings": settings})
         print(f"  {row['nats_per_token']:.4f} nats/token in {row['seconds']} s", flush=True)
-    if _read_rows(results):
-        plot(recipe, _read_rows(results))
+    if rows := _read_rows(results):
+        plot(recipe, rows)
+        print(table(rows))
     print(f"{results} {'is complete' if finished else 'is not complete: run the same command to continue'}.")
     return finished
 
@@ -376,6 +379,22 @@ def _checked(kind: type, values, where: str):
 def _hint(name, choices: Iterable[str]) -> str:
     near = get_close_matches(str(name), choices, n=1)
     return f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(choices)}."
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Mean and standard deviation over seeds of each system, cell and matching, as Markdown."""
+    groups: dict[tuple, list[dict[str, str]]] = {}
+    for row in rows:
+        groups.setdefault((row["cell"], row["matching"], row["system"]), []).append(row)
+    lines = ["| cell | matched by | system | parameters | steps | PFLOP | nats/token | sd | seeds |", "|---" * 9 + "|"]
+    for (cell, matching, system), runs in groups.items():
+        losses = [float(run["nats_per_token"]) for run in runs]
+        deviation = f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+        lines.append(
+            f"| {cell} | {matching} | {system} | {int(runs[0]['parameters']):,} | {runs[0]['steps']} "
+            f"| {int(runs[0]['training_flops']) / 1e15:.2f} | {statistics.mean(losses):.3f} | {deviation} | {len(losses)} |"
+        )
+    return "\n".join(lines)
 
 
 def plot(recipe: CompareRecipe, rows: list[dict[str, str]]) -> None:
