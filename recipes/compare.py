@@ -386,13 +386,13 @@ def table(rows: list[dict[str, str]]) -> str:
     groups: dict[tuple, list[dict[str, str]]] = {}
     for row in rows:
         groups.setdefault((row["cell"], row["matching"], row["system"]), []).append(row)
-    lines = ["| cell | matched by | system | parameters | steps | PFLOP | nats/token | sd | seeds |", "|---" * 9 + "|"]
+    lines = ["| cell | matched by | system | parameters | steps | TFLOP | nats/token | sd | seeds |", "|---" * 9 + "|"]
     for (cell, matching, system), runs in groups.items():
         losses = [float(run["nats_per_token"]) for run in runs]
         deviation = f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
         lines.append(
             f"| {cell} | {matching} | {system} | {int(runs[0]['parameters']):,} | {runs[0]['steps']} "
-            f"| {int(runs[0]['training_flops']) / 1e15:.2f} | {statistics.mean(losses):.3f} | {deviation} | {len(losses)} |"
+            f"| {int(runs[0]['training_flops']) / 1e12:.2f} | {statistics.mean(losses):.3f} | {deviation} | {len(losses)} |"
         )
     return "\n".join(lines)
 
