@@ -323,7 +323,10 @@ class LoopedForCausalLMMixin:
             losses = [self.loss_function(logits=one, **arguments) for one in (*exits, logits)]
             loss = sum(losses) / len(losses)
             if outputs.auxiliary_loss is not None:
-                loss = loss + outputs.auxiliary_loss
+                # Of a micro-batch whose loss is a share of the step's, so much of the auxiliary loss too.
+                items = kwargs.get("num_items_in_batch")
+                share = 1.0 if items is None else (labels[..., 1:] != -100).sum() / items
+                loss = loss + share * outputs.auxiliary_loss
         return LoopedCausalLMOutput(
             loss=loss,
             logits=logits,

@@ -212,6 +212,14 @@ def test_activation_checkpointing_leaves_the_gradients_alone():
             torch.testing.assert_close(grads[1][name], grad, atol=1e-7, rtol=1e-5, msg=lambda m: f"{variant} {name}: {m}")
 
 
+def test_a_micro_batch_adds_its_share_of_the_routers_loss():
+    model, ids = tiny_mixture(selection_loss=10.0).train(), prompt()
+    alone = model(ids, labels=ids)
+    quarter = model(ids, labels=ids, num_items_in_batch=4 * ids[:, 1:].numel())
+    assert alone.auxiliary_loss > 1
+    torch.testing.assert_close(quarter.loss, alone.loss / 4)
+
+
 # Outside training
 
 
