@@ -130,7 +130,8 @@ class RecurrentGPTConfig(LoopedConfigMixin, PreTrainedConfig):
     def heavy_tail_twin(self) -> "RecurrentGPTConfig":
         """
         Huginn's recurrence around the same blocks (section 13.1 (b)): state from noise, no gate, no further noise.
-        To be trained with depths from `DepthSampler("poisson-lognormal", mean=R, maximum=2 R)`.
+        To be trained with depths from `DepthSampler("poisson-lognormal", mean=R, maximum=2 R)`; a RecurrentGPT that is
+        trained with these depths, and keeps all else, is (a).
         """
         most = 2 * self.num_recurrences
         return self._twin(gate="none", state_init="noise", state_noise=0.0, gate_noise=0.0, trained_recurrences=most)
