@@ -45,7 +45,8 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
             computes none of its own; the text is still a function of the tokens alone. The others compress earlier
             chunks only, and within a chunk (a prompt, or a decoded token) every pass attends to its own: an int k
             keeps those of the last k passes, of which pass i attends to what the last one congruent to i modulo k
-            left; `"last"` is 1; `"average"` keeps the mean over the passes.
+            left; `"last"` is 1; `"average"` keeps the mean over the passes. What is a chunk then matters: assisted
+            decoding, which verifies several tokens in one, need not give the greedy text.
         logit_softcap (`float`, *optional*, defaults to 15.0): s in s * tanh(logits / s), in fp32. `None` turns it off.
         rms_norm_eps (`float`, defaults to 1e-6): Epsilon of every RMSNorm, the parameter-free QK norm included.
         rope_parameters (`dict`, *optional*): As in transformers; base 10,000 by default.
