@@ -167,7 +167,7 @@ class LoopedConfigMixin:
         return (1.0,) * self.recurrences_or_default(num_recurrences)
 
     def weights_of_each_pass(self) -> str | None:
-        """What gives every pass weights of its own, so that there are none beyond `trained_recurrences`, if anything."""
+        """What, if anything, gives every pass weights of its own, of which there are none beyond the trained ones."""
         return None
 
     def check_recurrences(self, num_recurrences: int) -> None:

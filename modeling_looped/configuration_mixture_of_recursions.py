@@ -1,4 +1,4 @@
-"""MixtureOfRecursions configuration: arXiv 2507.10524, as section 13.2 of arXiv 2608.15062's specification states it."""
+"""MixtureOfRecursions configuration: arXiv 2507.10524, section 13.2 of the specification of arXiv 2608.15062."""
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig

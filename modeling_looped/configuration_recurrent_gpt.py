@@ -150,7 +150,7 @@ class RecurrentGPTConfig(LoopedConfigMixin, PreTrainedConfig):
             raise ValueError("num_core_layers=0 without prelude and coda is no model: give at least one layer.")
         require_int("num_dense_layers", self.num_dense_layers, 1)
         if self.num_core_layers == 0 and self.num_recurrences != 1:
-            raise ValueError(f"num_recurrences={self.num_recurrences} must be 1 with num_core_layers=0, which is dense.")
+            raise ValueError(f"num_recurrences={self.num_recurrences} must be 1 with num_core_layers=0 (dense).")
         require_choice(self, CHOICES)
         require_sign(self, ("gate_temperature", "layer_norm_eps", "initializer_range"), ("state_noise", "gate_noise"))
         if self.lora_rank is not None:

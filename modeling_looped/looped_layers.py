@@ -86,7 +86,9 @@ class LoopedMLP(nn.Module):
 class LoopedDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm block, the same in prelude, core and coda."""
 
-    def __init__(self, input_layernorm: nn.Module, self_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module):
+    def __init__(
+        self, input_layernorm: nn.Module, self_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module
+    ):
         super().__init__()
         self.input_layernorm = input_layernorm
         self.self_attn = self_attn

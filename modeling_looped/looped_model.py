@@ -145,8 +145,8 @@ class LoopedModelMixin:
             raise ValueError("output_exits=True needs the whole text in one call: leave the cache out.")
         if output_exits and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
             raise ValueError(
-                "output_exits=True (loss_per_recurrence in training) runs the coda after every pass, and these runs would "
-                "be recorded too: ask for output_hidden_states and output_attentions in a call of their own."
+                "output_exits=True (loss_per_recurrence in training) runs the coda after every pass, which would be "
+                "recorded too: ask for output_hidden_states and output_attentions in a call of their own."
             )
         # Before a cache of our own exists: position_ids that restart (packed rows) are only looked at without one.
         causal_mask = create_causal_mask(
@@ -169,7 +169,7 @@ class LoopedModelMixin:
             **kwargs,
         }
 
-        def run(layers: nn.ModuleList, hidden_states: torch.Tensor, first: int, recurrence=None, **more) -> torch.Tensor:
+        def run(layers, hidden_states: torch.Tensor, first: int, recurrence=None, **more) -> torch.Tensor:
             """The layers at the executed positions `first`, `first` + 1, ..."""
             for position, layer in enumerate(layers, first):
                 place = {"cache_slot": schedule[position], "recurrence": recurrence}

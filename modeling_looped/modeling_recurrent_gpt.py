@@ -58,7 +58,7 @@ class RecurrentGPTGateLogit(nn.Linear):
 class RecurrentGPTDecoderLayer(LoopedDecoderLayer):
     """nanoGPT's block: bias-free, LayerNorm, exact GELU, learned positions."""
 
-    def __init__(self, config: RecurrentGPTConfig, in_core: bool, attention_class: type = LoopedAttention):
+    def __init__(self, config: RecurrentGPTConfig, in_core: bool):
         def linear(in_features, out_features):
             return RecurrentGPTLinear(in_features, out_features, config, in_core)
 
@@ -67,7 +67,7 @@ class RecurrentGPTDecoderLayer(LoopedDecoderLayer):
 
         super().__init__(
             input_layernorm=layer_norm(config),
-            self_attn=attention_class(config, linear, residual),
+            self_attn=LoopedAttention(config, linear, residual),
             post_attention_layernorm=layer_norm(config),
             mlp=LoopedMLP(config, "gelu", linear, residual),
         )
@@ -135,15 +135,17 @@ class RecurrentGPTInjection(nn.Module):
         if self.config.gate == "none":
             return output
         both = torch.cat([self.state_norm(state), self.anchor_norm(self._anchor(anchor, state))], dim=-1)
-        logit = self.gate_logit(nn.functional.silu(self.gate_hidden(self.gate_norm(both)))) / self.config.gate_temperature
+        hidden = nn.functional.silu(self.gate_hidden(self.gate_norm(both)))
+        logit = self.gate_logit(hidden) / self.config.gate_temperature
         if self.config.gate_noise > 0 and self.is_noisy:
             like = logit if self.config.gate_noise_shape == "element" else logit[..., :1]
             logit = logit + self.config.gate_noise * noise(like, recurrence, GATE)
         gate = torch.sigmoid(logit)
         if statistics is not None:
             statistics.append(gate_statistics(gate, output))
-        # g * state + (1 - g) * output, one operation, and exactly the state where g = 1.
-        return torch.lerp(output.to(gate.dtype), state.to(gate.dtype), gate)
+        # g * state + (1 - g) * output, one operation, and exactly the state where g = 1. In the dtype of the state,
+        # which autocast keeps in fp32: in bf16, writes of 2 % would be lost to rounding.
+        return torch.lerp(output.to(state.dtype), state, gate.to(state.dtype))
 
     def close(self, state: torch.Tensor) -> torch.Tensor:
         return self.norm(state) if self.config.state_init == "noise" else state

@@ -209,7 +209,8 @@ def test_activation_checkpointing_leaves_the_gradients_alone():
             grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
             model.activation_checkpointing_enable()
         for name, grad in grads[0].items():
-            torch.testing.assert_close(grads[1][name], grad, atol=1e-7, rtol=1e-5, msg=lambda m: f"{variant} {name}: {m}")
+            where = f"{variant} {name}"
+            torch.testing.assert_close(grads[1][name], grad, atol=1e-7, rtol=1e-5, msg=lambda m: f"{where}: {m}")
 
 
 def test_a_micro_batch_adds_its_share_of_the_routers_loss():

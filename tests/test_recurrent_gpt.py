@@ -258,6 +258,13 @@ def test_exits_are_not_mixed_with_recorded_layers(recorded):
     assert len(run(model, output_exits=False, **{recorded: True})[recorded.removeprefix("output_")]) >= 8
 
 
+def test_the_state_stays_in_fp32_under_autocast():
+    model = tiny_recurrent_gpt()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states = run(model).recurrent_states
+    assert {state.dtype for state in states} == {torch.float32}
+
+
 # Sizes and initialisation
 
 
