@@ -45,7 +45,7 @@ def training_flops_per_token(
     for `kv_sharing="first"`, as keys. What `kv_sharing` saves in projections is not taken off.
     """
     once, passes = _forward_flops(config, sequence_length, num_recurrences)
-    backprop = backprop_recurrences or getattr(config, "backprop_recurrences", None) or len(passes)
+    backprop = backprop_recurrences or config.backprop_recurrences or len(passes)
     return round(3 * once + sum(passes) + 2 * sum(passes[max(0, len(passes) - backprop) :]))
 
 
@@ -93,7 +93,7 @@ def dense_comparison(
     config: PreTrainedConfig, sequence_length: int | None = None, num_recurrences: int | None = None
 ) -> DenseComparison:
     """The row of section 4 for `config`, whose `dense_twin()` is the model it is compared to."""
-    depth = config.num_recurrences if num_recurrences is None else num_recurrences
+    depth = config.recurrences_or_default(num_recurrences)
     drawn = [paper_flops_per_token(config, sequence_length, passes) for passes in range(1, depth + 1)]
     return DenseComparison(
         paper_flops_per_token(config.dense_twin(), sequence_length),
@@ -224,7 +224,7 @@ def _forward_flops(config, sequence_length: int | None, num_recurrences: int | N
 
 def _paper_flops(config, sequence_length: int | None, num_recurrences: int | None) -> tuple[int, int]:
     """`(blocks, overhead)` of `paper_flops_per_token`; the overhead is the injection's."""
-    count = config.num_recurrences if num_recurrences is None else num_recurrences
+    count = config.recurrences_or_default(num_recurrences)
     sections = ("prelude", "core", "coda")
     prelude, core, coda = (_run_flops(config, section, sequence_length, least_dims=2) for section in sections)
     return round(prelude + core * count + coda), 2 * _elements(_sizes(config), "injection", least_dims=2) * count

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from .configuration_looped import LoopedConfigMixin, one_sentence_errors, require_int
+from .configuration_looped import LoopedConfigMixin, one_sentence_errors, require_choice, require_int, require_sign
 
 
 INJECTIONS = ("linear", "additive", "none", "hyperconnection")
@@ -168,12 +168,10 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
                 f"num_key_value_heads={self.num_key_value_heads} must divide "
                 f"num_attention_heads={self.num_attention_heads}."
             )
-        if self.injection not in INJECTIONS:
-            raise ValueError(f"injection={self.injection!r} must be one of {', '.join(INJECTIONS)}.")
+        require_choice(self, {"injection": INJECTIONS})
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap={self.logit_softcap} must be positive, or None to turn it off.")
-        if self.rms_norm_eps <= 0:
-            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} must be positive.")
+        require_sign(self, ("rms_norm_eps",))
         if self.rotary_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"rotary_dtype={self.rotary_dtype!r} must be 'float32' or 'bfloat16'.")
         if self.injection == "hyperconnection":

@@ -119,10 +119,9 @@ class MixtureOfRecursionsConfig(LoopedConfigMixin, PreTrainedConfig):
         common = cls.__annotations__.keys() & type(config).__annotations__.keys() - {"kv_sharing"}
         return cls(**{**{name: getattr(config, name) for name in common}, **changes})
 
-    def capacity(self, recurrence: int, tokens: int) -> int:
-        """How many of `tokens` tokens a pass takes."""
-        most = self.trained_recurrences
-        return max(1, (most - recurrence) * tokens // most)
+    def capacity(self, recurrence: int, tokens):
+        """How many of `tokens` tokens, a number or a tensor of them, a pass has room for; it takes one at least."""
+        return (self.trained_recurrences - recurrence) * tokens // self.trained_recurrences
 
     def pass_shares(self, num_recurrences: int | None = None) -> tuple[float, ...]:
         passes, most = self.recurrences_or_default(num_recurrences), self.trained_recurrences

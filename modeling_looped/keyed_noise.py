@@ -76,8 +76,8 @@ _MASK = (1 << 32) - 1
 
 def _mix(x):
     """
-    Of a tensor or a number, a hash of 32 bits in int64 (multipliers and shifts of T. Mueller's), whose products stay below 2**63: compilers
-    make of an overflow what they like.
+    Of a tensor or a number, a hash of 32 bits in int64 (multipliers and shifts of T. Mueller's), whose products stay
+    below 2**63: compilers make of an overflow what they like.
     """
     x = x + 0x9E3779B9 & _MASK
     for _ in range(2):

@@ -9,14 +9,11 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.utils import auto_docstring
-from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_mixture_of_recursions import MixtureOfRecursionsConfig
 from .generation_looped import LoopedGenerationMixin
 from .looped_cache import SharedKeyValues
-from .looped_layers import LoopedAttention
 from .looped_model import LoopedForCausalLMMixin, LoopedTaskMixin, register_code
-from .looped_outputs import DEPTH_OF_THE_CALL
 from .modeling_recurrent_gpt import (
     LearnedPositionsMixin,
     RecurrentGPTDecoderLayer,
@@ -108,10 +105,6 @@ class MixtureOfRecursionsPreTrainedModel(RecurrentGPTPreTrainedModel):
     # Their kernels take no mask of one's own.
     _supports_flash_attn = False
     _supports_flex_attn = False
-    _can_record_outputs = {
-        "hidden_states": OutputRecorder(RecurrentGPTDecoderLayer, num_hidden_layers_key=DEPTH_OF_THE_CALL),
-        "attentions": LoopedAttention,
-    }
 
 
 @auto_docstring
@@ -164,8 +157,8 @@ class MixtureOfRecursionsModel(LearnedPositionsMixin, MixtureOfRecursionsPreTrai
         for recurrence in range(call.num_recurrences):
             call.record(state)
             logits = self.router[recurrence](pick(state, index)).squeeze(-1)
-            most = config.capacity(recurrence, length)
-            capacity = ((config.trained_recurrences - recurrence) * lengths // config.trained_recurrences).clamp(min=1)
+            most = max(1, config.capacity(recurrence, length))
+            capacity = config.capacity(recurrence, lengths).clamp(min=1)
             best = logits.float().masked_fill(~valid, -torch.inf).topk(most, sorted=True).indices
             kept = (torch.arange(most, device=state.device) < capacity) & valid.gather(1, best)
             best, order = best.sort()  # back into the order of the text
