@@ -63,12 +63,26 @@ def require_sign(config, positive: tuple[str, ...], or_zero: tuple[str, ...] = (
             raise ValueError(f"{name}={getattr(config, name)} must not be negative: 0 turns it off.")
 
 
+def check_savable(edits: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+    """Raises `ValueError` for edits of a plan that a checkpoint cannot say; loops it can."""
+    if other := [name for name, _ in edits if name != "repeat"]:
+        raise ValueError(f"An intervention ({', '.join(other)}) is in force, which a checkpoint cannot hold: undo it first.")
+
+
+def looped_layers(edits: tuple[tuple[str, tuple[int, ...]], ...]) -> list[list[int]]:
+    """The loops among edits of a plan as a checkpoint says them: [start, stop, repeats] each."""
+    return [list(arguments) for name, arguments in edits if name == "repeat"]
+
+
 class LoopedConfigMixin:
     """
     Depth for a configuration with the fields `num_prelude_layers`, `num_core_layers`, `num_coda_layers`,
     `num_recurrences`, `trained_recurrences`, `backprop_recurrences` and `kv_sharing`. Everything about depth is asked
-    of `depth_plan()`.
+    of `plan()`.
     """
+
+    # Edits of the plan, as `interventions` makes them for a while: (DepthPlan method, arguments).
+    plan_edits: ClassVar[tuple[tuple[str, tuple], ...]] = ()
 
     # 0 in families whose coda can follow the prelude.
     min_recurrences: ClassVar[int] = 1
@@ -105,12 +119,29 @@ class LoopedConfigMixin:
         super().__post_init__(**kwargs)
         self.auto_map = dict(self.auto_classes)
 
-    def depth_plan(self, num_recurrences: int | None = None) -> DepthPlan:
+    def plan(self, num_recurrences: int | None = None) -> DepthPlan:
         """The plan at `num_recurrences` passes over the core (the configured number by default)."""
-        passes = self.recurrences_or_default(num_recurrences)
-        if self.num_core_layers == 0:  # dense
-            return DepthPlan.looped(0, self.num_prelude_layers + self.num_coda_layers, 1, 0)
-        return DepthPlan.looped(self.num_prelude_layers, self.num_core_layers, passes, self.num_coda_layers)
+        plan = self.base_plan(self.recurrences_or_default(num_recurrences))
+        for edit, arguments in self.plan_edits:
+            plan = getattr(plan, edit)(*arguments)
+        return plan
+
+    def base_plan(self, num_recurrences: int) -> DepthPlan:
+        """`plan` without interventions."""
+        prelude, core, coda = self.num_prelude_layers, self.num_core_layers, self.num_coda_layers
+        if core == 0:  # dense
+            return DepthPlan(range(prelude + coda), (0, prelude + coda, 1, 0), (prelude, prelude + coda))
+        return DepthPlan.looped(prelude, core, num_recurrences, coda)
+
+    def to_dict(self) -> dict:
+        values = super().to_dict()
+        if values.pop("plan_edits", None) and (loops := looped_layers(self.plan_edits)):
+            values["looped_layers"] = loops
+        return values
+
+    def save_pretrained(self, *args, **kwargs):
+        check_savable(self.plan_edits)
+        return super().save_pretrained(*args, **kwargs)
 
     def recurrences_or_default(self, num_recurrences: int | None) -> int:
         return self.num_recurrences if num_recurrences is None else num_recurrences
@@ -118,11 +149,13 @@ class LoopedConfigMixin:
     @property
     def num_hidden_layers(self) -> int:
         """Executed layers, which is what caches and recorded outputs count. Setting it turns the recurrences."""
-        return self.depth_plan().effective_depth
+        return self.plan().effective_depth
 
     @num_hidden_layers.setter
     def num_hidden_layers(self, value: int):
         require_int("num_hidden_layers", value, 1)
+        if self.plan_edits:
+            raise ValueError(f"num_hidden_layers={value} cannot be set while an intervention edits the plan.")
         once = self.num_prelude_layers + self.num_coda_layers
         if self.num_core_layers == 0 and self.min_recurrences == 0:
             if value != once:

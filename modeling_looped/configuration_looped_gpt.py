@@ -57,7 +57,7 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
     ```python
     >>> from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
     >>> config = LoopedGPTConfig.iso_depth(size=10, num_recurrences=4)
-    >>> str(config.depth_plan())
+    >>> str(config.plan())
     'Loop(2-4x4-2)'
     >>> model = LoopedGPTForCausalLM(config)
     ```

@@ -65,7 +65,7 @@ class RecurrentGPTConfig(LoopedConfigMixin, PreTrainedConfig):
     ```python
     >>> from modeling_looped import RecurrentGPTConfig
     >>> config = RecurrentGPTConfig()
-    >>> str(config.depth_plan()), str(config.dense_twin().depth_plan())
+    >>> str(config.plan()), str(config.dense_twin().plan())
     ('Loop(1-1x10-1)', '12x1')
     ```
     """

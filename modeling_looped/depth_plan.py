@@ -21,6 +21,10 @@ class DepthPlan:
         sections (`tuple[int, int, int, int]`, *optional*):
             `(prelude, core, recurrences, coda)` where the plan is one loop. Without it, it is read off `order`
             where `order` has that shape, and is `None` where it has not.
+        ends (`tuple[int, ...]`, *optional*):
+            The executed positions at which the prelude, every pass over the core, and the coda end. Follows from
+            `sections`; an order that is no loop is all prelude. Edits keep it, so that what a model does between
+            passes stays where it was.
 
     ```python
     >>> from modeling_looped import DepthPlan
@@ -35,6 +39,7 @@ class DepthPlan:
 
     order: tuple[int, ...]
     sections: tuple[int, int, int, int] | None = field(default=None, compare=False)
+    ends: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     _text: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -43,6 +48,12 @@ class DepthPlan:
             raise ValueError(f"A depth plan needs at least one layer and no negative indices, got {self.order}.")
         if self.sections is None:
             object.__setattr__(self, "sections", _find_loop(self.order))
+        if self.ends is None:
+            ends = (self.effective_depth, self.effective_depth)
+            if self.sections is not None:
+                prelude, core, recurrences, _ = self.sections
+                ends = (*(prelude + i * core for i in range(recurrences + 1)), self.effective_depth)
+            object.__setattr__(self, "ends", ends)
 
     @classmethod
     def looped(cls, prelude: int, core: int, recurrences: int, coda: int) -> "DepthPlan":
@@ -108,6 +119,16 @@ class DepthPlan:
         return len(self.order)
 
     @property
+    def is_explicit(self) -> bool:
+        """Whether the plan was written as an order, or is none of the loops that can be written as one."""
+        return self.sections is None or (self._text is not None and "x" not in self._text)
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over the core."""
+        return len(self.ends) - 2
+
+    @property
     def cache_slots(self) -> tuple[int, ...]:
         """
         The key-value cache slot of each executed position. A loop is laid out as
@@ -131,24 +152,40 @@ class DepthPlan:
         block = tuple(range(start, stop))
         for end in range(self.effective_depth, len(block) - 1, -1):
             if self.order[end - len(block) : end] == block:
-                return DepthPlan(self.order[:end] + block * times + self.order[end:])
+                return self._edited(self.order[:end] + block * times + self.order[end:], end, len(block) * times)
         raise ValueError(f"Depth plan {self} does not run the layers {start} to {stop - 1} one after the other.")
 
     def swap(self, s: int, length: int) -> "DepthPlan":
         """The executed positions [s, s+length) and [s+length, s+2*length) exchanged."""
         self._check(length=(length, 1, self.effective_depth // 2), s=(s, 0, self.effective_depth - 2 * length))
         middle, end = s + length, s + 2 * length
-        return DepthPlan(self.order[:s] + self.order[middle:end] + self.order[s:middle] + self.order[end:])
+        return self._edited(self.order[:s] + self.order[middle:end] + self.order[s:middle] + self.order[end:])
 
     def skip(self, s: int, length: int) -> "DepthPlan":
         """The executed positions [s, s+length) left out."""
         self._check(length=(length, 1, self.effective_depth - 1), s=(s, 0, self.effective_depth - length))
-        return DepthPlan(self.order[:s] + self.order[s + length :])
+        return self._edited(self.order[:s] + self.order[s + length :], s + length, -length)
 
     def reverse(self, s: int, length: int) -> "DepthPlan":
         """The executed positions [s, s+length) in reverse."""
         self._check(length=(length, 1, self.effective_depth), s=(s, 0, self.effective_depth - length))
-        return DepthPlan(self.order[:s] + self.order[s : s + length][::-1] + self.order[s + length :])
+        return self._edited(self.order[:s] + self.order[s : s + length][::-1] + self.order[s + length :])
+
+    def _edited(self, order: tuple[int, ...], position: int = 0, longer: int = 0) -> "DepthPlan":
+        """`order` with the `ends` of this plan, when `longer` positions came (or fewer than none: went) before `position`."""
+        if self.sections is not None and (recurrences := self._recurrences_of(order)) is not None:
+            prelude, core, _, coda = self.sections
+            return DepthPlan(order, _find_loop(order), DepthPlan.looped(prelude, core, recurrences, coda).ends)
+        start = position + min(longer, 0)
+        ends = [end + longer if end >= position else min(end, start) for end in self.ends]
+        return DepthPlan(order, ends=tuple(ends))
+
+    def _recurrences_of(self, order: tuple[int, ...]) -> int | None:
+        """How often `order` runs the core of this plan's loop, where it is that loop: an edit can be a recurrence."""
+        prelude, core, _, coda = self.sections
+        recurrences, rest = divmod(len(order) - prelude - coda, core) if core > 0 else (0, 1)
+        is_loop = not rest and recurrences > 0
+        return recurrences if is_loop and DepthPlan.looped(prelude, core, recurrences, coda).order == order else None
 
     def _check(self, **bounds: tuple[int, int, int | None]) -> None:
         for name, (value, low, high) in bounds.items():

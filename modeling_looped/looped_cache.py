@@ -11,9 +11,9 @@ def slot_schedule(plan: DepthPlan, kept_recurrences: int) -> tuple[int, ...]:
     The cache slot of each executed position. Where the plan has more passes than `kept_recurrences`, pass i uses the
     slots of pass i mod `kept_recurrences`.
     """
-    prelude, core, recurrences, coda = plan.sections
-    if recurrences <= kept_recurrences:
+    if plan.passes <= kept_recurrences:
         return plan.cache_slots
+    prelude, core, _, coda = plan.sections
     once, kept = prelude + coda, core * kept_recurrences
     return tuple(slot if slot < once + kept else once + (slot - once) % kept for slot in plan.cache_slots)
 
@@ -81,6 +81,28 @@ class SharedKeyValues:
                 "use a dynamic or static cache, or kv_sharing='all'."
             )
         layers[slot].crop(-chunk_length)
+
+
+class CacheSlot:
+    """
+    What a layer of transformers takes for its cache: it writes to the slot of the executed position that it runs at,
+    not to that of its own number.
+    """
+
+    def __init__(self, key_values: SharedKeyValues, slot: int, recurrence: int | None = None):
+        self.key_values = key_values
+        self.slot = slot
+        self.recurrence = recurrence
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, **kwargs):
+        handed_on = self.key_values.of_first_pass(self.slot, self.recurrence)
+        return handed_on or self.key_values.update(key, value, self.slot, self.recurrence, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.key_values.cache.get_seq_length(self.slot)
+
+    def __getattr__(self, name: str):
+        return getattr(self.key_values.cache, name)
 
 
 def check_cache(cache: Cache, schedule: tuple[int, ...], num_recurrences: int) -> None:

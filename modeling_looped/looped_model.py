@@ -15,6 +15,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .depth_plan import DepthPlan
 from .keyed_noise import Noise
 from .looped_cache import SharedKeyValues, check_cache, slot_schedule
 from .looped_outputs import LoopedCausalLMOutput, LoopedModelOutput, states_of_this_depth
@@ -75,13 +76,20 @@ class LoopedModelMixin:
         config.validate()  # overrides of from_pretrained are plain assignments, which nothing has checked yet
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        for section in ("prelude", "core", "coda"):
-            count = getattr(config, f"num_{section}_layers")
-            setattr(self, section, nn.ModuleList(self.build_layer(section) for _ in range(count)))
+        self.build_layers()
         self.gradient_checkpointing = False
+
+    def build_layers(self) -> None:
+        for section in ("prelude", "core", "coda"):
+            count = getattr(self.config, f"num_{section}_layers")
+            setattr(self, section, nn.ModuleList(self.build_layer(section) for _ in range(count)))
 
     def build_layer(self, section: str) -> nn.Module:
         return self.layer_class(self.config)
+
+    def unique_layers(self) -> list[nn.Module]:
+        """What the plan's numbers name."""
+        return [*self.prelude, *self.core, *self.coda]
 
     def embed(
         self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None
@@ -129,9 +137,11 @@ class LoopedModelMixin:
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        num_recurrences = self._checked_recurrences(num_recurrences)
         config = self.config
-        schedule = slot_schedule(config.depth_plan(num_recurrences), config.kept_recurrences(num_recurrences))
+        plan = self._checked_plan(num_recurrences)
+        num_recurrences = plan.passes
+        schedule = slot_schedule(plan, config.kept_recurrences(num_recurrences))
+        layers = self.unique_layers()
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -169,21 +179,20 @@ class LoopedModelMixin:
             **kwargs,
         }
 
-        def run(layers, hidden_states: torch.Tensor, first: int, recurrence=None, **more) -> torch.Tensor:
-            """The layers at the executed positions `first`, `first` + 1, ..."""
-            for position, layer in enumerate(layers, first):
+        def run(hidden_states: torch.Tensor, start: int, stop: int, recurrence=None, **more) -> torch.Tensor:
+            """The executed positions [start, stop)."""
+            for position in range(start, stop):
                 place = {"cache_slot": schedule[position], "recurrence": recurrence}
-                hidden_states = layer(hidden_states, **place, **{**for_layers, **more})
+                hidden_states = layers[plan.order[position]](hidden_states, **place, **{**for_layers, **more})
             return hidden_states
 
         def run_core(hidden_states: torch.Tensor, recurrence: int, **more) -> torch.Tensor:
-            first = len(self.prelude) + recurrence * len(self.core)
-            return run(self.core, hidden_states, first, recurrence, **more)
+            return run(hidden_states, plan.ends[recurrence], plan.ends[recurrence + 1], recurrence, **more)
 
         def run_coda(hidden_states: torch.Tensor, **more) -> torch.Tensor:
-            return self.norm(run(self.coda, hidden_states, len(schedule) - len(self.coda), **more))
+            return self.norm(run(hidden_states, *plan.ends[-2:], **more))
 
-        prelude_output = run(self.prelude, embeddings, 0)
+        prelude_output = run(embeddings, 0, plan.ends[0])
         call = LoopedCall(
             run_core=run_core,
             anchor=self.anchor(embeddings, prelude_output),
@@ -225,16 +234,26 @@ class LoopedModelMixin:
         call.record(state, self.injection)
         return self.injection("close", state)
 
-    def _checked_recurrences(self, num_recurrences: int | None) -> int:
-        num_recurrences = self.config.recurrences_or_default(num_recurrences)
-        self.config.check_recurrences(num_recurrences)
-        trained = self.config.trained_recurrences
-        if num_recurrences > trained and not torch.compiler.is_compiling():
+    def _checked_plan(self, num_recurrences: int | None) -> DepthPlan:
+        config = self.config
+        num_recurrences = config.recurrences_or_default(num_recurrences)
+        config.check_recurrences(num_recurrences)
+        plan = config.plan(num_recurrences)
+        if config.plan_edits:
+            if config.shares_kv(num_recurrences):
+                raise ValueError(
+                    f"An intervention edits the plan, and kv_sharing={config.kv_sharing!r} keeps fewer passes than the "
+                    f"{num_recurrences} that run: set config.kv_sharing='all' meanwhile."
+                )
+            if plan.passes > num_recurrences:
+                config.check_recurrences(plan.passes)
+        trained = config.trained_recurrences
+        if plan.passes > trained and not torch.compiler.is_compiling():
             # Without the number asked for, which would make every depth a message of its own.
             logger.warning_once(
                 f"More recurrences than the {trained} that this model was trained with: the loss usually rises beyond."
             )
-        return num_recurrences
+        return plan
 
     def _key_values(self, cache: Cache | None, num_recurrences: int) -> SharedKeyValues | None:
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():

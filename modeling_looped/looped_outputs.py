@@ -58,7 +58,7 @@ def states_of_this_depth(forward):
         selected = kwargs.get("output_hidden_states")
         if isinstance(selected, (int, list, tuple)) and not isinstance(selected, bool):
             indices = [selected] if isinstance(selected, int) else selected
-            recorded = self.config.depth_plan(kwargs.get("num_recurrences")).effective_depth + 1
+            recorded = self.config.plan(kwargs.get("num_recurrences")).effective_depth + 1
             # An index out of range selects nothing, as in transformers: the one past the end does that.
             kwargs["output_hidden_states"] = [i % recorded if -recorded <= i < recorded else recorded for i in indices]
         return forward(self, *args, **kwargs)

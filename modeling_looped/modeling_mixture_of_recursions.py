@@ -220,7 +220,8 @@ class MixtureOfRecursionsModel(LearnedPositionsMixin, MixtureOfRecursionsPreTrai
     def _pass(self, call, state: torch.Tensor, recurrence: int, active: torch.Tensor, update) -> torch.Tensor:
         """One pass over all tokens of the chunk, of which the inactive ones neither change nor are seen."""
         call.key_values.route(recurrence, active)
-        if recurrence > 0 and not self.training and not torch.compiler.is_compiling() and not active.any():
+        skippable = recurrence > 0 and not (self.training or self.config.plan_edits or torch.compiler.is_compiling())
+        if skippable and not active.any():
             call.key_values.sit_out(recurrence)
             return state
         return torch.where(active.unsqueeze(-1), update(call.run_core(state, recurrence)).to(state.dtype), state)

@@ -238,7 +238,7 @@ class RecurrentGPTModel(LearnedPositionsMixin, RecurrentGPTPreTrainedModel):
         return Noise(key, position_ids, batch_size)
 
     def recur(self, call, prelude_output):
-        return super().recur(call, prelude_output) if len(self.core) > 0 else prelude_output
+        return super().recur(call, prelude_output) if self.config.num_core_layers > 0 else prelude_output
 
 
 @auto_docstring

@@ -294,7 +294,7 @@ def _train(
     windows = torch.from_numpy(validation[: len(validation) // length * length].astype("int64")).view(-1, length)
     most = None if run.system == "dense" else run.config.trained_recurrences
     points = exit_curve(model, windows.split(8), most)
-    plan, depth = run.config.depth_plan(), run.config.num_recurrences
+    plan, depth = run.config.plan(), run.config.num_recurrences
     return {
         **dict(zip(COLUMNS, run.key)),
         "steps": run.recipe.total_steps,

@@ -98,7 +98,7 @@ def demo(
     total = parameter_counts(config)["total"]
     tokens = recipe.total_steps * recipe.batch_size * rows.length
     print(
-        f"{config.depth_plan()}: {total:,} parameters, {len(train):,} training tokens, {recipe.total_steps:,} steps "
+        f"{config.plan()}: {total:,} parameters, {len(train):,} training tokens, {recipe.total_steps:,} steps "
         f"over {tokens:,} tokens ({tokens / (len(rows) * rows.length):.2f} epochs)"
     )
     result = pretrain(model, rows, recipe, work, tokenizer)
@@ -242,7 +242,7 @@ def _write_card(output: Path, config: LoopedGPTConfig, metrics: dict, prompt: st
 
     training, settings = metrics["training"], metrics["settings"]
     loss = metrics["validation"][RECURRENCES - 1]
-    plan = config.depth_plan()
+    plan = config.plan()
     card = ModelCard.from_template(
         ModelCardData(
             library_name="transformers",

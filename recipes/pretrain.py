@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_looped.depth_sampling import DepthSampler
+from modeling_looped.growth import OPERATORS, grow, grow_prepared, growth_schedule, growth_steps, shrink
 from modeling_looped.keyed_noise import NoiseKey, set_noise_key
 
 from .optimizers import fastest_dtype, make_adamw, make_optimizers
@@ -43,13 +44,25 @@ class PretrainRecipe:
     embedding_lr: float = field(default=0.3, metadata={"help": "AdamW, on the token embedding."})
     other_lr: float = field(default=5e-3, metadata={"help": "AdamW, on the head, the norms and lane weights."})
     warmup_steps: int = field(default=0, metadata={"help": "Steps of linear warm-up."})
-    decay: str = field(default="linear", metadata={"help": "linear or cosine, from the peak to its last share."})
+    decay: str = field(
+        default="linear",
+        metadata={
+            "help": "linear or cosine, from the peak to its last share; or trapezoid: the peak, then over decay_steps "
+            "peak * (1 - sqrt(share of them)), to zero."
+        },
+    )
+    decay_steps: int | None = field(default=None, metadata={"help": "Of decay trapezoid: steps at the end, 15 % if unset."})
     final_lr: float = field(default=0.1, metadata={"help": "Share of the peak that the decay ends at."})
     gradient_clip: float | None = field(default=None, metadata={"help": "Largest global gradient norm, if any."})
     depth_scheme: str = field(default="fixed", metadata={"help": "How recurrences are drawn: see DepthSampler."})
     depth_mean: float | None = field(default=None, metadata={"help": "Mean of the log-normal schemes."})
     depth_curriculum: str | None = field(default=None, metadata={"help": "linear or 1-sqrt growth of the mean, if any."})
     depth_curriculum_steps: int | None = field(default=None, metadata={"help": "Steps of that growth."})
+    growth_operator: str | None = field(
+        default=None, metadata={"help": "midas or lidas: the stack grows from growth_block_size layers to the model's depth."}
+    )
+    growth_block_size: int = field(default=4, metadata={"help": "Layers of the initial stack, and of each growth."})
+    growth_alpha: float = field(default=1.0, metadata={"help": "PROP-alpha: stage i gets steps in proportion to i^alpha."})
     precision: str = field(default="auto", metadata={"help": "bf16 autocast, no, or auto: bf16 where it is faster."})
     activation_checkpointing: bool = field(default=False, metadata={"help": "Recompute each layer in the backward."})
     checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
@@ -59,20 +72,53 @@ class PretrainRecipe:
         for name in ("total_steps", "batch_size", "micro_steps", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name, choices in (("optimizer", ("muon", "adamw")), ("decay", ("linear", "cosine"))):
+        for name, choices in (
+            ("optimizer", ("muon", "adamw")),
+            ("decay", ("linear", "cosine", "trapezoid")),
+            ("growth_operator", (None, *OPERATORS)),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {' or '.join(map(repr, choices))}.")
+        if self.decay_steps is not None and (self.decay != "trapezoid" or not 1 <= self.decay_steps <= self.total_steps):
+            raise ValueError(
+                f"decay_steps={self.decay_steps} must be between 1 and total_steps={self.total_steps}, with "
+                f"decay='trapezoid' (it is {self.decay!r})."
+            )
         if self.precision not in ("auto", "bf16", "no"):
             raise ValueError(f"precision={self.precision!r} must be 'auto', 'bf16' or 'no' (fp16 is unusable on CPUs).")
 
     def learning_rate(self, step: int) -> float:
         """Multiplier of the peak at `step`: linear warm-up, then `decay` to `final_lr`."""
+        if self.decay == "trapezoid":  # arXiv 2602.16490, section 4.1; a step's rate is that of the steps done before it
+            if step < self.warmup_steps:
+                return step / self.warmup_steps
+            return 1 - math.sqrt(max(0, step - self.plateau_end) / (self.total_steps - self.plateau_end))
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         left = (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps)
         if self.decay == "cosine":
             left = (1 - math.cos(math.pi * left)) / 2
         return self.final_lr + (1 - self.final_lr) * left
+
+    @property
+    def plateau_end(self) -> int:
+        """The steps before the final decay of a trapezoid."""
+        return self.total_steps - (self.decay_steps or max(1, round(0.15 * self.total_steps)))
+
+    def growth_budgets(self, num_layers: int) -> list[int]:
+        """Steps of each stage on the way to `num_layers`; growth ends with the plateau, or where there is none, the run."""
+        stages, rest = divmod(num_layers, self.growth_block_size)
+        if rest or stages < 1:
+            raise ValueError(
+                f"growth_block_size={self.growth_block_size} must divide the model's {num_layers} layers: they are "
+                "reached by growing so many at a time."
+            )
+        until = self.plateau_end if self.decay == "trapezoid" else self.total_steps
+        return growth_schedule(until, stages, self.growth_alpha)
+
+    def growth_steps(self, config: PreTrainedConfig) -> list[int]:
+        """After how many finished steps the stack grows, on its way to the depth of `config`."""
+        return [] if self.growth_operator is None else growth_steps(self.growth_budgets(config.num_hidden_layers))
 
     def depth_sampler(self, config: PreTrainedConfig) -> DepthSampler:
         """Draws up to the configuration's `trained_recurrences`; `fixed` is its `num_recurrences`."""
@@ -103,6 +149,9 @@ def pretrain(
     """
     Trains `model` in place, from the newest checkpoint under `output_dir` if there is one.
 
+    With `growth_operator`, `model` is a dense GrownLlama of the final depth; training starts from a new one of
+    `growth_block_size` layers, and `model` has the trained layers in the end.
+
     Row order, depths and learning rates are functions of the step, so a continued run repeats what an uninterrupted
     one would have done. SIGINT, SIGTERM and the end of `limit_seconds` write a checkpoint after the step at hand and
     return `finished=False`. A checkpoint is a `from_pretrained` directory with the optimizers' state beside it.
@@ -130,16 +179,18 @@ def pretrain(
         )
     output_dir = Path(output_dir)
     sampler = recipe.depth_sampler(model.config)
+    grows_after = recipe.growth_steps(model.config)
+    checkpoint = newest_checkpoint(output_dir)
+    start = 0 if checkpoint is None else _steps_done(checkpoint, recipe)
+    if recipe.growth_operator is not None:
+        shrink(model, recipe.growth_block_size)
+        for _ in range(sum(step < start for step in grows_after)):  # the one at `start` is still to come
+            grow(model, recipe.growth_operator, recipe.growth_block_size)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable()
-    if recipe.optimizer == "adamw":
-        optimizers = make_adamw(model, recipe.adamw_lr, recipe.weight_decay)
-    else:
-        optimizers = make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay)
-    start = 0
-    checkpoint = newest_checkpoint(output_dir)
+    optimizers = recipe_optimizers(model, recipe)
     if checkpoint is not None:
-        start = _restore(checkpoint, model, optimizers, recipe)
+        _restore(checkpoint, model, optimizers)
     model.train()
     wrapped, *optimizers = accelerator.prepare(model, *optimizers)
 
@@ -157,6 +208,11 @@ def pretrain(
     step = start
     with stop:
         for step in bar:
+            if step in grows_after:
+                wrapped, optimizers = grow_prepared(
+                    accelerator, wrapped, optimizers, recipe.growth_operator, recipe.growth_block_size
+                )
+                model = accelerator.unwrap_model(wrapped)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak_lr"] * recipe.learning_rate(step)
@@ -259,17 +315,27 @@ def _save(output_dir: Path, step: int, model, optimizers, recipe: PretrainRecipe
             shutil.rmtree(older)
 
 
-def _restore(checkpoint: Path, model, optimizers, recipe: PretrainRecipe) -> int:
-    from safetensors.torch import load_model
+def recipe_optimizers(model: PreTrainedModel, recipe: PretrainRecipe) -> list[torch.optim.Optimizer]:
+    """The recipe's optimizers over the parameters of `model`."""
+    if recipe.optimizer == "adamw":
+        return make_adamw(model, recipe.adamw_lr, recipe.weight_decay)
+    return make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay)
 
+
+def _steps_done(checkpoint: Path, recipe: PretrainRecipe) -> int:
     progress = json.loads((checkpoint / "progress.json").read_text())
     trained = {**asdict(PretrainRecipe()), **progress["recipe"]}  # an older one lacks newer fields
     changed = [name for name, value in asdict(recipe).items() if trained[name] != value]
     if changed:
         was = ", ".join(f"{name}={trained[name]!r}" for name in changed)
         raise ValueError(f"{checkpoint} was trained with {was}: continue with the same, or choose another directory.")
+    return progress["step"]
+
+
+def _restore(checkpoint: Path, model, optimizers) -> None:
+    from safetensors.torch import load_model
+
     load_model(model, str(checkpoint / "model.safetensors"))
     states = torch.load(checkpoint / "optimizers.pt", weights_only=True, map_location="cpu")
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict(state)
-    return progress["step"]

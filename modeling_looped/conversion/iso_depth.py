@@ -169,7 +169,7 @@ def convert_iso_depth(source: str | Path, output: str | Path, overwrite: bool = 
     for shard in sorted(model_file.parent.glob(f"optim_{steps[-1]}_rank*.pt")):
         unused[shard.name] = "state of the optimiser"
     _write(model, output)
-    described = f"{config.depth_plan()}, injection {config.injection}, {str(dtype).removeprefix('torch.')}"
+    described = f"{config.plan()}, injection {config.injection}, {str(dtype).removeprefix('torch.')}"
     return Ledger(
         model_file, output, steps, described, used, unused, new, dropped, widened, parameter_counts(config)
     )
