@@ -81,14 +81,32 @@ def compare(
     validation_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
     limit_minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same call continues.")] = None,
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Figure and table of the rows that are there.")] = False,
+    systems: Annotated[str | None, typer.Option(help="Of a study of growing: only these, such as midas,lidas.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Of a study of growing: instead of the recipe's, such as 0,1.")] = None,
 ):
-    """Train models that reuse layers and the dense one on the same tokens; a CSV row for each run, and a figure."""
+    """
+    Train models on the same tokens, a CSV row for each run, and a figure: those that reuse layers against the dense one
+    (compare_depth_reuse), or grown and looped stacks (grow_toy).
+    """
     from transformers.utils.logging import disable_progress_bar
 
-    from modeling_looped.recipes.compare import compare as run_compare
+    from modeling_looped.recipes.study import read_yaml
 
     disable_progress_bar()
-    run_compare(recipe, output_dir, train_data, validation_data, limit_minutes, plot_only, sys.stderr.isatty())
+    shared = recipe, output_dir, train_data, validation_data, limit_minutes, plot_only, sys.stderr.isatty()
+    values = read_yaml(recipe)
+    if isinstance(values, dict) and values.get("study") == "growing":
+        from modeling_looped.eval.held_out import parse_recurrences
+        from modeling_looped.recipes.growing import growing
+
+        names = None if systems is None else [name.strip() for name in systems.split(",")]
+        growing(*shared, names, None if seeds is None else parse_recurrences(seeds))
+        return
+    if systems is not None or seeds is not None:
+        raise ValueError(f"--systems and --seeds are for studies of growing, and {recipe} is none.")
+    from modeling_looped.recipes.compare import compare as run_compare
+
+    run_compare(*shared)
 
 
 def _load(checkpoint: str, **overrides):

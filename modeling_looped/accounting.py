@@ -1,10 +1,12 @@
 """
 Parameters, FLOPs and memory from a configuration alone. The model is built without memory and counted, so that every
-family is counted by the same rules: arXiv 2604.21106, sections 2.1 and 2.2 of its spec, and 2608.15062, section 4.
+family is counted by the same rules: arXiv 2604.21106, sections 2.1 and 2.2 of its spec, 2608.15062, section 4, and
+2602.16490, section 4.3. Which layers run is asked of the configuration's plan.
 """
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,15 +15,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 
+SECTIONS = ("prelude", "core", "coda")
+
+
 def parameter_counts(config: PreTrainedConfig) -> dict[str, int]:
     """
     Parameters by part. `embedding` is the token and position tables, `head` is 0 where it is tied; `prelude`, `core`
-    and `coda` are matrices, `injection` everything that belongs to the recurrence itself (gates and routers too),
+    and `coda` are matrices (a depth plan that is no loop is all prelude), `injection` everything that belongs to the recurrence itself (gates and routers too),
     `norms` the rest, `unique` everything but the embeddings (the paper's N with norms), `total` what is stored.
     """
     sizes = _sizes(config)
     counts = {"embedding": _elements(sizes, "embedding"), "head": _elements(sizes, "lm_head")}
-    counts |= {section: _elements(sizes, section, least_dims=2) for section in ("prelude", "core", "coda")}
+    counts |= {section: _elements(sizes, section, least_dims=2) for section in SECTIONS}
     counts["injection"] = _elements(sizes, "injection") + _elements(sizes, "router")
     total = sum(sizes.values())
     counts["norms"] = total - sum(counts.values())
@@ -102,6 +107,46 @@ def dense_comparison(
     )
 
 
+def grown_flops_per_token(
+    config: PreTrainedConfig, sequence_length: int | None = None, num_layers: int | None = None
+) -> int:
+    """
+    FLOPs of forward and backward per token as the papers on growing count them (arXiv 2602.16490, section 4.3 of its
+    spec): matrices of the executed layers, attention over the whole `sequence_length` (`max_position_embeddings` by
+    default), and the head; without norms and embedding. The plan's layers run, or `num_layers` in a stage of growth.
+    The forward pass alone is a third.
+    """
+    length = config.max_position_embeddings if sequence_length is None else sequence_length
+    layers = config.plan().effective_depth if num_layers is None else num_layers
+    matrices = sum(_elements(_sizes(config), section, least_dims=2) for section in SECTIONS) // config.num_unique_layers
+    one_layer = 6 * matrices + 12 * length * config.num_attention_heads * _head_size(config)
+    return layers * one_layer + 6 * config.vocab_size * config.hidden_size
+
+
+def grown_training_flops(
+    config: PreTrainedConfig,
+    budgets: Sequence[int],
+    block_size: int,
+    total_steps: int,
+    tokens_per_step: int,
+    sequence_length: int | None = None,
+) -> int:
+    """
+    FLOPs of a whole training run in the convention of `grown_flops_per_token`. Stage i = 1, 2, ... of `budgets[i - 1]`
+    steps runs i * `block_size` layers, and the steps that no stage has run the plan of `config`: no stage is training
+    without growth.
+
+    Raises:
+        `ValueError`: where the stages have more steps than `total_steps`.
+    """
+    in_stages = sum(budgets)
+    if in_stages > total_steps:
+        raise ValueError(f"budgets={list(budgets)} are {in_stages} steps, more than total_steps={total_steps}.")
+    stages = ((steps, stage * block_size) for stage, steps in enumerate(budgets, 1))
+    per_token = sum(steps * grown_flops_per_token(config, sequence_length, layers) for steps, layers in stages)
+    return tokens_per_step * (per_token + (total_steps - in_stages) * grown_flops_per_token(config, sequence_length))
+
+
 def kv_cache_bytes(
     config: PreTrainedConfig,
     sequence_length: int,
@@ -114,9 +159,8 @@ def kv_cache_bytes(
     sit out a pass (Mixture-of-Recursions) have their place in its slots all the same, as in the caches of this package.
     """
     slots = config.cache_config(num_recurrences).num_hidden_layers
-    head_dim = config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return slots * 2 * heads * head_dim * sequence_length * batch_size * bytes_per_value
+    return slots * 2 * heads * _head_size(config) * sequence_length * batch_size * bytes_per_value
 
 
 def inference_bytes(
@@ -137,7 +181,7 @@ def accounting_table(
     """Everything above as a text table, with one row for each number of recurrences."""
     length = config.max_position_embeddings if sequence_length is None else sequence_length
     recurrences = recurrences or [config.num_recurrences]
-    rows = [f"{config.model_type} {config.depth_plan()}", "", "parameters"]
+    rows = [f"{config.model_type} {config.plan()}", "", "parameters"]
     rows += [f"  {part:<10} {count:>15,}" for part, count in parameter_counts(config).items()]
     rows += [
         "",
@@ -147,7 +191,7 @@ def accounting_table(
     for count in recurrences:
         config.check_recurrences(count)
         rows.append(
-            f"{count:11d}  {config.depth_plan(count).effective_depth:15d}  "
+            f"{count:11d}  {config.plan(count).effective_depth:15d}  "
             f"{forward_flops_per_token(config, length, count):19,}  "
             f"{training_flops_per_token(config, length, count):20,}  "
             f"{kv_cache_bytes(config, length, num_recurrences=count):21,}"
@@ -164,11 +208,24 @@ def accounting_table(
                 f"{count:11d}  {row.dense / 1e9:11.4f}  {row.blocks / 1e9:6.4f}  {row.overhead / 1e9:9.4f}  "
                 f"{row.ratio:14.3f}  {row.training_ratio:32.3f}"
             )
+    if hasattr(config, "depth_plan"):
+        rows += [
+            "",
+            f"growing convention (arXiv 2602.16490), at {length:,} tokens of context; head too, no norms",
+            "recurrences  executed layers  forward FLOPs/token  training FLOPs/token",
+        ]
+        for count in recurrences:
+            layers = config.plan(count).effective_depth
+            training = grown_flops_per_token(config, length, layers)
+            rows.append(f"{count:11d}  {layers:15d}  {training // 3:19,}  {training:20,}")
     return "\n".join(rows)
 
 
 def _sizes(config: PreTrainedConfig) -> Counter:
-    """Elements by `(part, dimensions)` of tensors; a part is the first name below `model`, or `"embedding"`."""
+    """
+    Elements by `(part, dimensions)` of tensors; a part is a section, or else the first name below `model`, or
+    `"embedding"`.
+    """
     return _counted(config.to_json_string(use_diff=False))
 
 
@@ -178,11 +235,24 @@ def _counted(config_json: str) -> Counter:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    sections = [section for section in SECTIONS for _ in range(_stored(config, section))]
     sizes = Counter()
     for name, tensor in model.named_parameters():  # a tied head is the table, once
-        part = "embedding" if id(tensor) in tables else name.removeprefix("model.").split(".")[0]
+        part, *below = name.removeprefix("model.").split(".")
+        if id(tensor) in tables:
+            part = "embedding"
+        elif part == "layers":  # which have the names of Llama's
+            part = sections[int(below[0])]
         sizes[part, tensor.dim()] += tensor.numel()
     return sizes
+
+
+def _stored(config, section: str) -> int:
+    return getattr(config, f"num_{section}_layers")
+
+
+def _head_size(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _elements(sizes: Counter, part: str, least_dims: int = 1) -> int:
@@ -190,23 +260,36 @@ def _elements(sizes: Counter, part: str, least_dims: int = 1) -> int:
 
 
 def _run_flops(
-    config, section: str, sequence_length: int | None, least_dims: int = 1, share: float = 1, keys: float = 1
+    config,
+    section: str,
+    layers: int,
+    sequence_length: int | None,
+    least_dims: int = 1,
+    share: float = 1,
+    keys: float = 1,
 ) -> float:
-    """Forward, of one run of a section on `share` of the tokens, which attend to `keys` of the length."""
+    """
+    Forward, of `layers` executed layers of a section, which are all of one size, on `share` of the tokens, which
+    attend to `keys` of the length.
+    """
+    if layers == 0:
+        return 0
     sizes = _sizes(config)
     length = config.max_position_embeddings if sequence_length is None else sequence_length
     weights = _elements(sizes, section, least_dims)
     # Three dimensions are low-rank matrices of every pass, and one pass runs its own.
     weights -= sizes[section, 3] - sizes[section, 3] // config.trained_recurrences
-    attention = getattr(config, f"num_{section}_layers") * 4 * config.hidden_size * length
-    return share * (2 * weights + attention * keys)
+    attention = 4 * config.num_attention_heads * _head_size(config) * length
+    return layers * share * (2 * weights // _stored(config, section) + attention * keys)
 
 
 def _forward_flops(config, sequence_length: int | None, num_recurrences: int | None) -> tuple[float, list[float]]:
     """`(once, passes)`: what runs once, and each pass over the core with its injection or router."""
-    sizes, shares = _sizes(config), config.pass_shares(num_recurrences)
+    sizes, ends = _sizes(config), config.plan(num_recurrences).ends
+    shares = config.pass_shares(len(ends) - 2)
     once = 2 * config.vocab_size * config.hidden_size
-    once += sum(_run_flops(config, section, sequence_length) for section in ("prelude", "coda"))
+    once += _run_flops(config, "prelude", ends[0], sequence_length)
+    once += _run_flops(config, "coda", ends[-1] - ends[-2], sequence_length)
     injection = _elements(sizes, "injection", least_dims=2)
     if getattr(config, "injection", None) == "hyperconnection":  # scalars, each pass's own, that weigh whole states
         injection = injection // config.trained_recurrences * config.hidden_size
@@ -215,9 +298,10 @@ def _forward_flops(config, sequence_length: int | None, num_recurrences: int | N
         once += 2 * router
         router = 0
     passes = []
-    for share, candidates in zip(shares, (1, *shares)):  # a pass takes its tokens from those of the pass before
+    # A pass takes its tokens from those of the pass before.
+    for start, end, share, candidates in zip(ends, ends[1:-1], shares, (1, *shares)):
         keys = 1 if config.kv_sharing == "first" else share
-        core = _run_flops(config, "core", sequence_length, share=share, keys=keys)
+        core = _run_flops(config, "core", end - start, sequence_length, share=share, keys=keys)
         passes.append(core + 2 * injection + candidates * 2 * router / config.trained_recurrences)
     return once, passes
 
@@ -225,6 +309,7 @@ def _forward_flops(config, sequence_length: int | None, num_recurrences: int | N
 def _paper_flops(config, sequence_length: int | None, num_recurrences: int | None) -> tuple[int, int]:
     """`(blocks, overhead)` of `paper_flops_per_token`; the overhead is the injection's."""
     count = config.recurrences_or_default(num_recurrences)
-    sections = ("prelude", "core", "coda")
-    prelude, core, coda = (_run_flops(config, section, sequence_length, least_dims=2) for section in sections)
+    prelude, core, coda = (
+        _run_flops(config, section, _stored(config, section), sequence_length, least_dims=2) for section in SECTIONS
+    )
     return round(prelude + core * count + coda), 2 * _elements(_sizes(config), "injection", least_dims=2) * count

@@ -3,33 +3,24 @@
 same tokens (sections 8 and 13 of arXiv 2608.15062's specification), one CSV row a run, and one figure.
 """
 
-import csv
 import functools
-import hashlib
-import json
-import os
-import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import get_type_hints
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, set_seed
 
-from modeling_looped import MixtureOfRecursionsConfig, RecurrentGPTConfig, __version__
+from modeling_looped import MixtureOfRecursionsConfig, RecurrentGPTConfig
 from modeling_looped.accounting import training_flops_per_token
 from modeling_looped.depth_sampling import DepthSampler
 from modeling_looped.eval.exit_curve import exit_curve
 
-from .corpus import read_texts, split_by_name, standard_library
 from .demo import prepare_data, training_figures
 from .pretrain import PretrainRecipe, pretrain
+from .study import append_row, changed_fields, checked, fingerprint, hint, read_rows, read_yaml, study_texts, versions
 from .tokens import TokenRows, token_stream
 
 
@@ -88,7 +79,7 @@ class CompareRecipe:
         for name, choices in (("systems", SYSTEMS), ("matchings", MATCHINGS)):
             for value in getattr(self, name):
                 if value not in choices:
-                    raise ValueError(f"{name}: there is no {value!r}{_hint(value, choices)}")
+                    raise ValueError(f"{name}: there is no {value!r}{hint(value, choices)}")
         for seed in self.seeds:
             if not isinstance(seed, int):
                 raise ValueError(f"seeds: {seed!r} must be a whole number.")
@@ -169,17 +160,17 @@ def compare(
     recipe = read_recipe(recipe)
     results, output = Path(recipe.results), Path(output_dir)
     if plot_only:
-        plot(recipe, _read_rows(results))
-        print(table(_read_rows(results)))
+        plot(recipe, read_rows(results))
+        print(table(read_rows(results)))
         return True
-    train_texts, validation_texts = _texts(recipe, train_data, validation_data)
+    train_texts, validation_texts = study_texts(recipe, train_data, validation_data)
     size = recipe.model.vocab_size
     tokenizer, train = prepare_data(output / f"vocabulary-{size}", train_texts, size)
     validation = token_stream(tokenizer, validation_texts)[: recipe.validation_tokens]
     settings = _fingerprint(recipe, train, validation)
     finished = True
     for run in planned_runs(recipe, tokenizer):
-        rows = _read_rows(results)
+        rows = read_rows(results)
         other = {row["settings"] for row in rows} - {settings}
         if other:
             raise ValueError(f"{results} holds rows of other settings or data: name another file as results.")
@@ -194,9 +185,9 @@ def compare(
         if row is None:
             finished = False
             break
-        _append(results, {**row, "settings": settings})
+        append_row(results, COLUMNS, {**row, "settings": settings})
         print(f"  {row['nats_per_token']:.4f} nats/token in {row['seconds']} s", flush=True)
-    if rows := _read_rows(results):
+    if rows := read_rows(results):
         plot(recipe, rows)
         print(table(rows))
     print(f"{results} {'is complete' if finished else 'is not complete: run the same command to continue'}.")
@@ -205,31 +196,20 @@ def compare(
 
 def read_recipe(name: str) -> CompareRecipe:
     """The checked recipe of a file, or of a name without suffix in `modeling_looped.recipes`."""
-    import yaml
-
-    path = Path(name)
-    if not path.is_file():
-        path = Path(__file__).parent / f"{name.removesuffix('.yaml')}.yaml"
-        if not path.is_file():
-            bundled = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.yaml")))
-            raise ValueError(f"{name!r} is neither a file nor a bundled recipe ({bundled}).")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+    values = read_yaml(name)
     if isinstance(values, dict):
         values = dict(values)
         if "model" in values:
-            values["model"] = _checked(ModelSize, values["model"], f"{name}, model")
+            values["model"] = checked(ModelSize, values["model"], f"{name}, model")
         if "training" in values:
             for key in {"seed", "depth_scheme", "depth_mean"}.intersection(values["training"] or ()):
                 raise ValueError(f"{name}, training: leave {key} out, the seeds and systems set it.")
-            values["training"] = _checked(PretrainRecipe, values["training"], f"{name}, training")
+            values["training"] = checked(PretrainRecipe, values["training"], f"{name}, training")
         if isinstance(values.get("cells"), dict):
             values["cells"] = {
-                cell: _checked(Loop, loop, f"{name}, cells, {cell}") for cell, loop in values["cells"].items()
+                cell: checked(Loop, loop, f"{name}, cells, {cell}") for cell, loop in values["cells"].items()
             }
-    return _checked(CompareRecipe, values, name)
+    return checked(CompareRecipe, values, name)
 
 
 def planned_runs(recipe: CompareRecipe, tokenizer) -> list[Run]:
@@ -309,76 +289,14 @@ def _train(
         "nats_per_token": next(point.loss for point in points if point.num_recurrences == depth),
         "losses_by_recurrence": " ".join(f"{point.num_recurrences}:{point.loss:.4f}" for point in points),
         "seconds": figures["seconds"],
-        "versions": (
-            f"modeling-looped {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-            f"python {platform.python_version()}"
-        ),
+        "versions": versions(),
     }
-
-
-def _texts(recipe: CompareRecipe, train_data: str | None, validation_data: str | None) -> tuple[list[str], list[str]]:
-    """`(train, validation)`: what the caller names, else what the recipe names, else Python's library."""
-    named = train_data or recipe.train_data, validation_data or recipe.validation_data
-    if train_data is None and validation_data is None and not all(Path(path).is_file() for path in named):
-        print(f"{' and '.join(named)} are not both here: training on the Python standard library instead.")
-        return split_by_name(standard_library())
-    return tuple([text for _, text in read_texts(path)] for path in named)
 
 
 def _fingerprint(recipe: CompareRecipe, train, validation) -> str:
     """Of everything that a row depends on and that its own columns do not say."""
-    defaults, training = asdict(PretrainRecipe()), asdict(recipe.training)
-    training = {name: value for name, value in training.items() if value != defaults[name]}  # fields yet to come: none
     shared = {"model": asdict(recipe.model), "cells": {c: asdict(loop) for c, loop in recipe.cells.items()}}
-    digest = hashlib.sha256(json.dumps({**shared, "training": training}, sort_keys=True).encode())
-    digest.update(train.tobytes())
-    digest.update(validation.tobytes())
-    return digest.hexdigest()[:12]
-
-
-def _read_rows(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def _append(path: Path, row: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow({**row, "nats_per_token": f"{row['nats_per_token']:.4f}"})
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _checked(kind: type, values, where: str):
-    """The dataclass `kind` from a mapping whose keys and types fit."""
-    types = get_type_hints(kind)
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: {values!r} must be a mapping with {', '.join(types)}.")
-    for name, value in values.items():
-        if name not in types:
-            raise ValueError(f"{where}: there is no key {name!r}{_hint(name, types)}")
-        expected = types[name] | int if isinstance(0.5, types[name]) else types[name]
-        if not isinstance(value, expected):
-            remedy = ": YAML reads 1e-3 as text, write 1.0e-3" if isinstance(0.5, types[name]) else ""
-            kind_name = getattr(types[name], "__name__", types[name])
-            raise ValueError(f"{where}: {name}={value!r} must be of type {kind_name}{remedy}.")
-    missing = [f.name for f in fields(kind) if f.name not in values and f.default is f.default_factory is MISSING]
-    if missing:
-        raise ValueError(f"{where}: {', '.join(missing)} missing.")
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _hint(name, choices: Iterable[str]) -> str:
-    near = get_close_matches(str(name), choices, n=1)
-    return f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(choices)}."
+    return fingerprint({**shared, "training": changed_fields(recipe.training)}, train, validation)
 
 
 def table(rows: list[dict[str, str]]) -> str:
