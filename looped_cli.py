@@ -110,14 +110,13 @@ def compare(
 
 
 def _load(checkpoint: str, **overrides):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    import modeling_looped  # noqa: F401  registers the models
+    from modeling_looped.looping import load
 
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return AutoModelForCausalLM.from_pretrained(checkpoint, **overrides).eval(), tokenizer
+    return load(checkpoint, **overrides).eval(), AutoTokenizer.from_pretrained(checkpoint)
 
 
 @app.command()
@@ -201,6 +200,40 @@ def exits(
 
 @app.command()
 @sentence_errors
+def sweep(
+    checkpoint: Checkpoint,
+    file: Annotated[str, typer.Argument(help="As for eval.")],
+    task: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH of a .jsonl with continuations or multiple choice; repeatable.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Layers of the block.")] = 4,
+    repeats: Annotated[str, typer.Option(help="Additional passes, such as 1,2 or 1..4.")] = "1,2",
+    starts: Annotated[str | None, typer.Option(help="First layers, such as 0,4,8; all by default.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after so many tokens of FILE.")] = None,
+    max_items: Annotated[int | None, typer.Option(min=1, help="Of each task, only so many.")] = None,
+    results: Annotated[str, typer.Option(help="A CSV; the same call adds the rows that it lacks.")] = "sweep.csv",
+    figure: Annotated[str | None, typer.Option(help="A PNG; beside the CSV by default.")] = None,
+):
+    """Run each block of CHECKPOINT's layers again, untrained: loss on FILE and scores on tasks, a CSV row each."""
+    from pathlib import Path
+
+    from modeling_looped.eval.held_out import parse_recurrences
+    from modeling_looped.eval.loop_sweep import parse_tasks, plot_sweep, sweep_table, sweep_to_csv
+    from modeling_looped.recipes.corpus import read_texts
+
+    counts, firsts = (None if text is None else parse_recurrences(text) for text in (repeats, starts))
+    texts, tasks = [text for _, text in read_texts(file)], parse_tasks(task or [])
+    cuts = {"sequence_length": sequence_length, "max_tokens": max_tokens, "max_items": max_items}
+    model, tokenizer = _load(checkpoint)
+    options = {**cuts, "repeats": counts, "starts": firsts, "progress": sys.stderr.isatty()}
+    rows = sweep_to_csv(model, tokenizer, texts, tasks, results, length, **options)
+    plot_sweep(rows, figure or Path(results).with_suffix(".png"))
+    print(sweep_table(rows))
+
+
+@app.command()
+@sentence_errors
 def flops(
     config_or_checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a folder with a config.json, or a Hub name.")],
     recurrences: Annotated[str | None, typer.Option(help="4, or 1,2,4, or 1..8; the configured one by default.")] = None,
@@ -240,6 +273,70 @@ def kv_cost(
     texts = split_by_name(standard_library())[1] if file is None else [text for _, text in read_texts(file)]
     model, tokenizer = _load(checkpoint)
     print(kv_cost_table(measure(model, tokenizer, texts, kept, recurrences, prompt_length, continuation, rows)))
+
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would come out, and write nothing.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that OUTPUT holds.")]
+Output = Annotated[str, typer.Argument(help="Where the new checkpoint goes.")]
+
+
+def _quiet():
+    import modeling_looped  # noqa: F401  registers the models
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+@app.command(name="loop")
+@sentence_errors
+def loop_layers(
+    checkpoint: Checkpoint,
+    output: Output,
+    start: Annotated[int, typer.Option(min=0, help="The first layer of the block, from 0.")],
+    stop: Annotated[int, typer.Option(min=1, help="The layer after its last one.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Additional passes over the block.")] = 1,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+):
+    """Run a block of CHECKPOINT's layers more than once, without training: any decoder of transformers."""
+    from modeling_looped.conversion.depth import loop_checkpoint
+
+    _quiet()
+    print(loop_checkpoint(checkpoint, output, start, stop, repeats, dry_run, overwrite))
+
+
+@app.command(name="unroll")
+@sentence_errors
+def unroll_layers(
+    checkpoint: Checkpoint,
+    output: Output,
+    recurrences: Annotated[int | None, typer.Option(help="Passes of a GrownLlama; the checkpoint's by default.")] = None,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+):
+    """Turn CHECKPOINT's loops into copies of layers: a plain checkpoint that any software can serve."""
+    from modeling_looped.conversion.depth import unroll_checkpoint
+
+    _quiet()
+    print(unroll_checkpoint(checkpoint, output, recurrences, dry_run, overwrite))
+
+
+@app.command(name="grow")
+@sentence_errors
+def grow_layers(
+    checkpoint: Checkpoint,
+    output: Output,
+    operator: Annotated[str, typer.Option(help="midas or lidas.")] = "lidas",
+    block_size: Annotated[int, typer.Option(min=1, help="Layers that one growth adds.")] = 4,
+    layers: Annotated[int | None, typer.Option(min=1, help="Grow until there are so many; one growth by default.")] = None,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+):
+    """Copy CHECKPOINT's middle layers, and the state of their optimizers where it has one: a deeper stack."""
+    from modeling_looped.conversion.depth import grow_checkpoint
+
+    _quiet()
+    print(grow_checkpoint(checkpoint, output, operator, block_size, layers, dry_run, overwrite))
 
 
 @convert_app.command(name="iso-depth")

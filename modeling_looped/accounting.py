@@ -21,8 +21,9 @@ SECTIONS = ("prelude", "core", "coda")
 def parameter_counts(config: PreTrainedConfig) -> dict[str, int]:
     """
     Parameters by part. `embedding` is the token and position tables, `head` is 0 where it is tied; `prelude`, `core`
-    and `coda` are matrices (a depth plan that is no loop is all prelude), `injection` everything that belongs to the recurrence itself (gates and routers too),
-    `norms` the rest, `unique` everything but the embeddings (the paper's N with norms), `total` what is stored.
+    and `coda` are matrices (an order of layers that is no loop is all prelude), `injection` everything that belongs to
+    the recurrence itself (gates and routers too), `norms` the rest, `unique` everything but the embeddings (the paper's
+    N with norms), `total` what is stored.
     """
     sizes = _sizes(config)
     counts = {"embedding": _elements(sizes, "embedding"), "head": _elements(sizes, "lm_head")}

@@ -66,6 +66,7 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
     """
 
     model_type = "grown_llama"
+    min_core_layers = 0
     keys_to_ignore_at_inference = ["cache"]
     auto_classes = {
         "AutoConfig": "configuration_grown_llama.GrownLlamaConfig",
@@ -107,9 +108,12 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
     num_coda_layers = _of_the_plan(3, "num_coda_layers")
 
     def __post_init__(self, **kwargs):
+        kwargs.pop("model_type", None)  # "llama", in a Llama's config.json
         depth = kwargs.pop("num_hidden_layers", None)
+        if depth is not None:
+            require_int("num_hidden_layers", depth, 1)
+        require_int("num_attention_heads", self.num_attention_heads, 1)
         if self.depth_plan is None:
-            require_int("num_hidden_layers", 32 if depth is None else depth, 1)
             self.depth_plan = f"{32 if depth is None else depth}x1"
         elif depth is not None and depth != DepthPlan.parse(self.depth_plan).effective_depth:
             raise ConfigurationError(
@@ -177,6 +181,11 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
     def validate_architecture(self):
         """Part of `@strict` validation."""
         self.validate_depth()
+        if self.kv_sharing != "all" and self.base_plan().is_explicit:
+            raise ValueError(
+                f"kv_sharing={self.kv_sharing!r} needs a loop, and depth_plan={self.depth_plan!r} is an explicit order: "
+                "use 'all', or write a plan such as Loop(4-4x4-4)."
+            )
         require_int("num_key_value_heads", self.num_key_value_heads, 1)
         require_sign(self, ("rms_norm_eps", "head_dim"))
         if self.num_attention_heads % self.num_key_value_heads:

@@ -86,6 +86,7 @@ class LoopedConfigMixin:
 
     # 0 in families whose coda can follow the prelude.
     min_recurrences: ClassVar[int] = 1
+    min_core_layers: ClassVar[int] = 1
     # Of families without truncated backpropagation; a field elsewhere.
     backprop_recurrences = None
     # Whether positions have weights of their own, so that there are none beyond `max_position_embeddings`.
@@ -111,7 +112,12 @@ class LoopedConfigMixin:
             self.intermediate_size = 4 * self.hidden_size
         if self.trained_recurrences is None:
             self.trained_recurrences = max(1, self.num_recurrences)
-        known = set(self.__dataclass_fields__)
+        if kwargs.get("backprop_recurrences") is not None:
+            raise ConfigurationError(
+                f"backprop_recurrences={kwargs['backprop_recurrences']!r}: {type(self).__name__} backpropagates through all "
+                "passes, so leave it out."
+            )
+        known = {*self.__dataclass_fields__, "num_recurrences", "num_hidden_layers"}  # also where they are properties
         for name in kwargs:
             near = get_close_matches(name, known, n=1, cutoff=0.85)
             if near and not hasattr(self, name):
@@ -154,13 +160,13 @@ class LoopedConfigMixin:
     @num_hidden_layers.setter
     def num_hidden_layers(self, value: int):
         require_int("num_hidden_layers", value, 1)
+        if value == self.num_hidden_layers:
+            return
         if self.plan_edits:
             raise ValueError(f"num_hidden_layers={value} cannot be set while an intervention edits the plan.")
         once = self.num_prelude_layers + self.num_coda_layers
-        if self.num_core_layers == 0 and self.min_recurrences == 0:
-            if value != once:
-                raise ValueError(f"num_hidden_layers={value} must be {once} in a dense model of {once} layers.")
-            return
+        if self.num_core_layers == 0 and self.min_core_layers == 0:
+            raise ValueError(f"num_hidden_layers={value} must be {self.num_hidden_layers}: this model has no core to turn.")
         require_int("num_core_layers", self.num_core_layers, 1)
         passes, rest = divmod(value - once, self.num_core_layers)
         if rest or passes < self.min_recurrences:
@@ -222,8 +228,8 @@ class LoopedConfigMixin:
             require_int(name, getattr(self, name), 1)
         for name in ("trained_recurrences", "max_position_embeddings"):
             require_int(name, getattr(self, name), 1)
-        for name in ("num_core_layers", "num_recurrences"):
-            require_int(name, getattr(self, name), self.min_recurrences)
+        require_int("num_core_layers", self.num_core_layers, self.min_core_layers)
+        require_int("num_recurrences", self.num_recurrences, self.min_recurrences)
         for name in ("num_prelude_layers", "num_coda_layers"):
             require_int(name, getattr(self, name), 0)
         if self.kv_sharing not in self.kv_strategies:

@@ -73,6 +73,7 @@ class RecurrentGPTConfig(LoopedConfigMixin, PreTrainedConfig):
     model_type = "recurrent_gpt"
     keys_to_ignore_at_inference = ["cache", "recurrent_states", "gate_statistics", "exit_states"]
     min_recurrences = 0
+    min_core_layers = 0
     learned_positions = True
     auto_classes = {
         "AutoConfig": "configuration_recurrent_gpt.RecurrentGPTConfig",

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_looped import require_int
 from .decoder_stack import decoder_stack, renumber
+from .interventions import executed_plan
 
 
 def midas_sources(num_layers: int, block_size: int) -> list[int]:
@@ -104,12 +105,11 @@ def grow(
     if operator not in OPERATORS:
         raise ValueError(f"operator={operator!r} must be one of {', '.join(OPERATORS)}.")
     stack = decoder_stack(model)
-    config, old = stack.config, list(stack.layers)
-    plan = config.plan() if hasattr(config, "plan") else None
-    if plan is not None and plan.order != tuple(range(len(old))):
+    config, old, plan = stack.config, stack.unique_layers, executed_plan(model)
+    if stack.layers is None or plan.order != tuple(range(len(old))):
         raise ValueError(
-            f"depth_plan={str(plan)!r} runs its layers in another order than one after the other, which cannot grow: "
-            "unroll it first (modeling_looped.looping.unroll, then load it as GrownLlama)."
+            f"{type(model).__name__} with the plan {plan} is no stack of layers that run one after the other, which alone "
+            "can grow: unroll it first (modeling_looped.looping.unroll)."
         )
     sources = OPERATORS[operator](len(old), block_size)
     if any(hasattr(parameter, "device_mesh") for layer in old for parameter in layer.parameters()):
@@ -125,10 +125,10 @@ def grow(
         grown.append(layer)
     entry = {"operator": operator, "block_size": block_size, "num_layers": len(old)}
     config.history = [*(getattr(config, "history", None) or []), entry]
-    if plan is None:
-        renumber(stack, sources)
-    else:
+    if hasattr(config, "depth_plan"):
         config.depth_plan = f"{len(sources)}x1"
+    else:
+        renumber(stack, sources)
     del stack.layers[:]
     stack.layers.extend(grown)
     for position, layer in enumerate(grown):
@@ -142,10 +142,10 @@ def grow(
 
 def shrink(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Keeps the first `num_layers` of a dense GrownLlama, in place: the stack that growth starts from."""
-    if getattr(model.config, "model_type", None) != "grown_llama":
+    if not hasattr(model.config, "depth_plan"):
         raise ValueError(f"{type(model).__name__} cannot grow in training: load its checkpoint as GrownLlama.")
     stack = decoder_stack(model)
-    if model.config.plan().order != tuple(range(len(stack.layers))):
+    if executed_plan(model).order != tuple(range(len(stack.layers))):
         raise ValueError(f"depth_plan={model.config.depth_plan!r} is no dense stack, which alone can grow.")
     del stack.layers[num_layers:]
     model.config.depth_plan = f"{num_layers}x1"

@@ -145,11 +145,14 @@ def _check_architecture(model: PreTrainedModel, config: PreTrainedConfig) -> Non
 class ExecutedLayer:
     """A layer at one executed position: the layer itself, with that position's cache slot. No module."""
 
-    def __init__(self, layer: nn.Module, slot: int):
+    def __init__(self, layer: nn.Module, slot: int, recurrence: int | None):
         self.layer = layer
         self.slot = slot
+        self.recurrence = recurrence
 
     def __call__(self, *args, **kwargs):
+        if self.recurrence is not None:
+            kwargs["recurrence"] = self.recurrence
         args = [self._slot(value) if isinstance(value, Cache) else value for value in args]
         for name in ("cache", "past_key_values", "layer_past"):
             if kwargs.get(name) is not None:
@@ -175,13 +178,13 @@ class PlannedLayers(nn.ModuleList):
         self.__dict__["original"] = original  # no submodule, which would give every layer a second name
         self.plan = plan
         self.training = original.training
+        self.tells_recurrence = False  # how often a layer ran before, to adapters of each pass
 
     def _executed(self) -> list:
-        layers = list(self._modules.values())
-        return [
-            layers[layer] if layer == position else ExecutedLayer(layers[layer], position)
-            for position, layer in enumerate(self.plan.order)
-        ]
+        layers, order = list(self._modules.values()), self.plan.order
+        if not self.tells_recurrence:
+            return [layers[i] if i == slot else ExecutedLayer(layers[i], slot, None) for slot, i in enumerate(order)]
+        return [ExecutedLayer(layers[i], slot, order[:slot].count(i)) for slot, i in enumerate(order)]
 
     def __len__(self) -> int:
         return self.plan.effective_depth

@@ -40,7 +40,11 @@ def load(path: str, auto_class: type = AutoModelForCausalLM, **kwargs) -> PreTra
     `auto_class.from_pretrained(path, **kwargs)` with the loops that `save_pretrained` of a looped model wrote. The same
     as `from_pretrained` where there are none.
     """
-    model = auto_class.from_pretrained(path, **kwargs)
+    return apply_loops(auto_class.from_pretrained(path, **kwargs))
+
+
+def apply_loops(model: PreTrainedModel) -> PreTrainedModel:
+    """The loops that the configuration of an unlooped `model` names as `looped_layers`."""
     config = model.config.get_text_config(decoder=True)
     for start, stop, repeats in config.__dict__.pop("looped_layers", None) or []:
         loop(model, start, stop, repeats)
@@ -111,6 +115,9 @@ def unroll(model: PreTrainedModel, num_recurrences: int | None = None) -> PreTra
         renumber(DecoderStack(nn.Module(), stack.name, text), list(order))
         for name in ("looped_layers", "_name_or_path"):
             text.__dict__.pop(name, None)
+    if model.device.type == "meta":  # a model that is only looked at
+        with model.device:
+            return model_class(plain)
     unrolled = model_class.from_pretrained(
         None, config=plain, state_dict=_unrolled_state(model, stack, order, model_class), dtype=model.dtype
     )

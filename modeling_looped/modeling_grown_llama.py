@@ -32,6 +32,8 @@ from .looped_outputs import DEPTH_OF_THE_CALL
 class GrownLlamaDecoderLayer(LlamaDecoderLayer):
     """Llama's, with a cache slot for each executed position."""
 
+    tells_recurrence = False  # to attention, where adapters of each pass look for it
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -40,6 +42,8 @@ class GrownLlamaDecoderLayer(LlamaDecoderLayer):
         recurrence: int | None = None,
         **kwargs,
     ) -> torch.Tensor:
+        if self.tells_recurrence:
+            kwargs["recurrence"] = recurrence
         cache = None if key_values is None else CacheSlot(key_values, cache_slot, recurrence)
         return super().forward(hidden_states, cache=cache, **kwargs)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_looped.depth_sampling import DepthSampler
 from modeling_looped.growth import OPERATORS, grow, grow_prepared, growth_schedule, growth_steps, shrink
@@ -182,9 +182,12 @@ def pretrain(
     grows_after = recipe.growth_steps(model.config)
     checkpoint = newest_checkpoint(output_dir)
     start = 0 if checkpoint is None else _steps_done(checkpoint, recipe)
+    growths = 0
     if recipe.growth_operator is not None:
         shrink(model, recipe.growth_block_size)
-        for _ in range(sum(step < start for step in grows_after)):  # the one at `start` is still to come
+        if checkpoint is not None:
+            growths = len(AutoConfig.from_pretrained(checkpoint).history or [])
+        for _ in range(growths):
             grow(model, recipe.growth_operator, recipe.growth_block_size)
     if recipe.activation_checkpointing:
         model.activation_checkpointing_enable()
@@ -208,11 +211,12 @@ def pretrain(
     step = start
     with stop:
         for step in bar:
-            if step in grows_after:
+            while growths < sum(after <= step for after in grows_after):
                 wrapped, optimizers = grow_prepared(
                     accelerator, wrapped, optimizers, recipe.growth_operator, recipe.growth_block_size
                 )
                 model = accelerator.unwrap_model(wrapped)
+                growths += 1
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak_lr"] * recipe.learning_rate(step)
@@ -332,10 +336,27 @@ def _steps_done(checkpoint: Path, recipe: PretrainRecipe) -> int:
     return progress["step"]
 
 
+def grow_training_state(source: Path, model: PreTrainedModel, operator: str, block_size: int, output: Path) -> None:
+    """
+    Grows `model`, which is the checkpoint `source` of `pretrain`, together with the state of its optimizers, which goes
+    to `output` with the recipe: where the model is saved too, `pretrain` continues from there.
+    """
+    progress = json.loads((source / "progress.json").read_text())
+    optimizers = recipe_optimizers(model, PretrainRecipe(**progress["recipe"]))
+    _load_optimizers(source, optimizers)
+    grow(model, operator, block_size, optimizers)
+    torch.save([optimizer.state_dict() for optimizer in optimizers], output / "optimizers.pt")
+    shutil.copy(source / "progress.json", output)
+
+
 def _restore(checkpoint: Path, model, optimizers) -> None:
     from safetensors.torch import load_model
 
     load_model(model, str(checkpoint / "model.safetensors"))
+    _load_optimizers(checkpoint, optimizers)
+
+
+def _load_optimizers(checkpoint: Path, optimizers) -> None:
     states = torch.load(checkpoint / "optimizers.pt", weights_only=True, map_location="cpu")
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict(state)

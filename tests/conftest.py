@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from modeling_looped import (
+    GrownLlamaConfig,
+    GrownLlamaForCausalLM,
     LoopedGPTConfig,
     LoopedGPTForCausalLM,
     MixtureOfRecursionsConfig,
@@ -34,6 +36,7 @@ TINY = {
     "pad_token_id": 0,
     "eos_token_id": None,
 }
+LAYERS = ("num_prelude_layers", "num_core_layers", "num_coda_layers")
 
 
 def tiny_config(**fields) -> LoopedGPTConfig:
@@ -73,16 +76,35 @@ def tiny_mixture(seed: int = 0, **fields) -> MixtureOfRecursionsForCausalLM:
     return randomise(MixtureOfRecursionsForCausalLM(tiny_mixture_config(**fields)), seed=seed).eval()
 
 
+def tiny_grown_config(**fields) -> GrownLlamaConfig:
+    """
+    Loop(1-2x3-1), width 64, grouped-query attention, 97 tokens. Where no plan is given, the counts that the other
+    families have as fields make it.
+    """
+    same = {name: value for name, value in TINY.items() if name not in LAYERS and name != "num_recurrences"}
+    if "depth_plan" not in fields:
+        prelude, core, coda = (fields.pop(name, TINY[name]) for name in LAYERS)
+        fields["depth_plan"] = f"Loop({prelude}-{core}x{TINY['num_recurrences']}-{coda})"
+    own = {"num_key_value_heads": 2, "intermediate_size": 172, "bos_token_id": None}
+    return GrownLlamaConfig(**{**same, **own, **fields})
+
+
+def tiny_grown_llama(seed: int = 0, **fields) -> GrownLlamaForCausalLM:
+    return randomise(GrownLlamaForCausalLM(tiny_grown_config(**fields)), seed=seed).eval()
+
+
 # For what every family has to do alike. What differs between families is looked up by these names.
 TINY_CONFIGS = {
     "looped_gpt": tiny_config,
     "recurrent_gpt": tiny_recurrent_config,
     "mixture_of_recursions": tiny_mixture_config,
+    "grown_llama": tiny_grown_config,
 }
 TINY_MODELS = {
     "looped_gpt": tiny_model,
     "recurrent_gpt": tiny_recurrent_gpt,
     "mixture_of_recursions": tiny_mixture,
+    "grown_llama": tiny_grown_llama,
 }
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from conftest import INJECTIONS, tiny_config
+from conftest import INJECTIONS, tiny_config, tiny_grown_config
 from transformers import DynamicCache
 
 from modeling_looped import (
+    GrownLlamaConfig,
+    GrownLlamaForCausalLM,
     LoopedGPTConfig,
     LoopedGPTForCausalLM,
     MixtureOfRecursionsConfig,
@@ -17,6 +19,8 @@ from modeling_looped.accounting import (
     accounting_table,
     dense_comparison,
     forward_flops_per_token,
+    grown_flops_per_token,
+    grown_training_flops,
     inference_bytes,
     kv_cache_bytes,
     paper_flops_per_token,
@@ -88,11 +92,15 @@ def test_counts_equal_the_built_model(injection, tied):
     ("family", "kv_sharing"),
     [(LoopedGPTForCausalLM, sharing) for sharing in ("all", 1, 2)]
     + [(RecurrentGPTForCausalLM, sharing) for sharing in ("all", "first", "average", "last")]
-    + [(MixtureOfRecursionsForCausalLM, sharing) for sharing in ("all", "first")],
+    + [(MixtureOfRecursionsForCausalLM, sharing) for sharing in ("all", "first")]
+    + [(GrownLlamaForCausalLM, sharing) for sharing in ("all", 2, "first", "average")],
 )
 def test_cache_bytes_equal_a_filled_cache(family, kv_sharing):
-    shape = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_core_layers": 2, "num_recurrences": 3}
-    config = family.config_class(**shape, kv_sharing=kv_sharing)
+    shape = {"vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4}
+    loop = {"num_core_layers": 2, "num_recurrences": 3}
+    if family is GrownLlamaForCausalLM:  # with heads of another size than the width divided by their number
+        loop = {"depth_plan": "Loop(1-2x3-1)", "intermediate_size": 172, "num_key_value_heads": 2, "head_dim": 24}
+    config = family.config_class(**shape, **loop, kv_sharing=kv_sharing)
     model = family(config).eval()
     with torch.no_grad():
         cache = model(torch.ones(2, 7, dtype=torch.long), use_cache=True, num_recurrences=3).cache
@@ -243,3 +251,154 @@ def test_a_mixture_counts_the_tokens_that_a_pass_takes():
     chosen = MixtureOfRecursionsConfig(**shape, routing="token_choice", kv_sharing="first")
     at_entry = round(once + weights * one + attention * one + 2 * 3 * width)
     assert forward_flops_per_token(chosen, length) == at_entry
+
+
+def test_a_grown_llama_is_counted_as_the_built_model_whatever_names_its_layers():
+    for plan, sections in (("Loop(1-2x3-1)", (1, 2, 1)), ("4x1", (0, 4, 0)), ("0 2 1 2", (3, 0, 0))):
+        config = tiny_grown_config(depth_plan=plan, head_dim=24, attention_bias=True, tie_word_embeddings=True)
+        with torch.device("meta"):
+            model = GrownLlamaForCausalLM(config)
+        counts = parameter_counts(config)
+        layer = 64 * 24 * (4 + 2 + 2 + 4) + 3 * 64 * 172
+        assert tuple(counts[section] for section in ("prelude", "core", "coda")) == tuple(n * layer for n in sections)
+        assert counts["total"] == sum(p.numel() for p in model.parameters())
+        biases = 24 * (4 + 2 + 2) + 64
+        assert counts["norms"] == sum(sections) * (2 * 64 + biases) + 64
+        assert (counts["embedding"], counts["head"], counts["injection"]) == (97 * 64, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "executed"),
+    [("Loop(1-2x3-1)", 8), ("4x1", 4), ("Loop(4x2)", 8), ("0 1 0 2", 4), ("0 2", 2), ("0 1 2 1 2", 5)],
+)
+def test_flops_of_a_grown_llama_follow_the_executed_layers(plan, executed):
+    config, length, attended = tiny_grown_config(depth_plan=plan, head_dim=24), 50, 4 * 24
+    matrices = 64 * 24 * (4 + 2 + 2 + 4) + 3 * 64 * 172
+    growing = executed * (6 * matrices + 12 * length * attended) + 6 * 97 * 64
+    assert grown_flops_per_token(config, length) == growing
+    norms = executed * 2 * 2 * 64  # which the iso-depth convention counts
+    assert forward_flops_per_token(config, length) == growing // 3 + norms
+    assert training_flops_per_token(config, length) == growing + 3 * norms
+
+
+def test_more_recurrences_of_a_grown_llama_run_more_of_its_block():
+    config = tiny_grown_config()
+    deeper = tiny_grown_config(num_recurrences=5)
+    for flops in (forward_flops_per_token, training_flops_per_token):
+        assert flops(config, 50, 5) == flops(deeper, 50) > flops(config, 50)
+    assert kv_cache_bytes(config, 7, num_recurrences=5) == kv_cache_bytes(deeper, 7)
+    assert grown_flops_per_token(config, 50, 12) == grown_flops_per_token(deeper, 50)
+
+
+def test_an_edit_of_the_plan_is_counted_while_it_lasts():
+    config = tiny_grown_config(depth_plan="4x1")
+    one_layer = forward_flops_per_token(config) - forward_flops_per_token(tiny_grown_config(depth_plan="3x1"))
+    before = forward_flops_per_token(config), grown_flops_per_token(config)
+    config.plan_edits = (("repeat", (1, 3, 2)), ("skip", (0, 1)))
+    assert forward_flops_per_token(config) == before[0] + 3 * one_layer
+    config.plan_edits = ()
+    assert (forward_flops_per_token(config), grown_flops_per_token(config)) == before
+
+
+# Section 4.3 of arXiv 2602.16490's specification: width, MLP width, query and key-value heads, layers, tokens of a step
+SMOLLM = {"360m": (960, 2560, 15, 5, 32, 2**20), "1.7b": (2048, 8192, 32, 32, 24, 2**21)}
+STEPS, GROWING_STEPS, BLOCK = 200_000, 170_000, 4
+
+
+def smollm(scale: str, plan: str | None = None) -> GrownLlamaConfig:
+    width, mlp, heads, kv_heads, layers, _ = SMOLLM[scale]
+    return GrownLlamaConfig(
+        vocab_size=49152,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        depth_plan=plan or f"{layers}x1",
+        tie_word_embeddings=True,
+    )
+
+
+def stage_budgets(stages: int, alpha: int = 1, rounding: str = "floor") -> list[int]:
+    """T_i = i^alpha / sum of all j^alpha, of the growing steps, rounded down or by largest remainder."""
+    weights = [stage**alpha for stage in range(1, stages + 1)]
+    budgets = [GROWING_STEPS * weight // sum(weights) for weight in weights]
+    remainders = [GROWING_STEPS * weight % sum(weights) for weight in weights]
+    if rounding == "largest_remainder":
+        largest = sorted(range(stages), key=lambda stage: -remainders[stage])
+        for stage in largest[: GROWING_STEPS - sum(budgets)]:
+            budgets[stage] += 1
+    return budgets
+
+
+def trained(scale: str, plan: str | None = None, budgets: tuple | list = (), block: int = BLOCK) -> int:
+    return grown_training_flops(smollm(scale, plan), budgets, block, STEPS, SMOLLM[scale][-1], 2048)
+
+
+@pytest.mark.parametrize(
+    ("scale", "standard", "floor", "largest_remainder", "ratio", "saved"),
+    [
+        ("360m", "613527.488", "476147.897", "476144.434", "1.289", "0.7761"),
+        ("1.7b", "4813222.102", "3736608.182", "3736573.983", "1.288", "0.7763"),
+    ],
+)
+def test_the_flops_of_growing_come_out_to_the_printed_digit(
+    scale, standard, floor, largest_remainder, ratio, saved
+):
+    stages = SMOLLM[scale][4] // BLOCK
+    whole, grown = trained(scale), trained(scale, budgets=stage_budgets(stages))
+    remainder = trained(scale, budgets=stage_budgets(stages, rounding="largest_remainder"))
+    assert [f"{flops / 1e15:.3f}" for flops in (whole, grown, remainder)] == [standard, floor, largest_remainder]
+    assert [f"{whole / grown:.3f}", f"{grown / whole:.4f}"] == [ratio, saved]
+
+
+@pytest.mark.parametrize(
+    ("scale", "plan", "training", "inference"),
+    [
+        ("360m", "4x1", "1.286e+20", "2.144e+14"),
+        ("360m", "8x1", "1.979e+20", "3.299e+14"),
+        ("360m", "16x1", "3.365e+20", "5.608e+14"),
+        ("360m", "32x1", "6.135e+20", "1.0225e+15"),
+        ("1.7b", "4x1", "1.013e+21", "1.689e+15"),
+        ("1.7b", "12x1", "2.533e+21", "4.222e+15"),
+        ("1.7b", "24x1", "4.813e+21", "8.022e+15"),
+    ],
+)
+def test_the_flops_of_every_depth_come_out_as_printed_and_training_is_600000_forwards(scale, plan, training, inference):
+    total = trained(scale, plan)
+    forward = grown_flops_per_token(smollm(scale, plan), 2048) * SMOLLM[scale][-1] / 3
+    assert [f"{total:.3e}", f"{forward:.{len(inference) - 6}e}"] == [training, inference]
+    assert total == 600_000 * forward
+
+
+@pytest.mark.parametrize(("plan", "scale"), [("Loop(4x8)", "360m"), ("Loop(4x6)", "1.7b"), ("Loop(4-4x4-4)", "1.7b")])
+def test_a_loop_costs_what_the_untied_model_of_its_depth_costs(plan, scale):
+    assert trained(scale, plan) == trained(scale)
+
+
+@pytest.mark.parametrize(("alpha", "ratio"), [(0, "0.6645"), (1, "0.7763"), (2, "0.8451"), (3, "0.8871")])
+def test_steeper_schedules_save_what_is_printed(alpha, ratio):
+    assert f"{trained('1.7b', budgets=stage_budgets(6, alpha)) / trained('1.7b'):.4f}" == ratio
+
+
+def test_a_retrofitted_loop_costs_what_is_printed():
+    retrofitted, standard = "Loop(8-4x2-12)", trained("1.7b")
+    assert smollm("1.7b", retrofitted).num_hidden_layers == 28
+    assert f"{trained('1.7b', retrofitted, stage_budgets(6)) / standard:.3f}" == "0.800"
+    assert f"{trained('1.7b', retrofitted, [GROWING_STEPS], 24) / standard:.3f}" == "1.024"
+    for scale, plan, ratio in (("1.7b", retrofitted, "1.158"), ("360m", "Loop(8-4x2-20)", "1.113")):
+        more, base = (grown_flops_per_token(smollm(scale, one), 2048) for one in (plan, None))
+        assert f"{more / base:.3f}" == ratio
+
+
+def test_stages_longer_than_the_run_are_refused():
+    with pytest.raises(ValueError, match=r"budgets=\[6, 5\] are 11 steps, more than total_steps=10"):
+        grown_training_flops(smollm("360m"), [6, 5], 4, 10, 1)
+
+
+def test_the_table_of_a_grown_llama_shows_its_paper_s_convention():
+    table = accounting_table(smollm("1.7b", "Loop(4-4x4-4)"), [4, 5])
+    general, growing = table.split("\n\n")[2:]
+    assert "2604.21106" in general and "2602.16490" in growing
+    per_token = 28 * (6 * 67_108_864 + 12 * 2048 * 2048) + 6 * 49152 * 2048
+    assert growing.splitlines()[-1].split() == ["5", "28", f"{per_token // 3:,}", f"{per_token:,}"]
+    assert "2602.16490" not in accounting_table(tiny_config())

@@ -245,7 +245,7 @@ def test_configuration_says_what_the_meta_file_said(tmp_path):
     source = save(tmp_path / "source", paper_model(**MODELS["truncated"]), bos_token_id=1)
     convert_iso_depth(source, tmp_path / "out")
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
-    assert str(config.depth_plan()) == "Loop(1-2x5-1)" and config.injection == "linear"
+    assert str(config.plan()) == "Loop(1-2x5-1)" and config.injection == "linear"
     assert (config.backprop_recurrences, config.trained_recurrences, config.logit_softcap) == (2, 5, 15.0)
     assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (4, 2, 256)
     assert (config.vocab_size, config.max_position_embeddings) == (97, 32)

@@ -70,11 +70,17 @@ def test_two_ranks_train_as_one_process_at_sampled_depths(two_rank_runs, name):
         assert_equal_training(rank[name], expected)
 
 
-@pytest.mark.parametrize("name", ["linear", "recurrent_gpt"])
+def layer_names(model) -> list[str]:
+    """Of the unique layers, in the order of the plan's numbers."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(layer)] for layer in model.model.unique_layers()]
+
+
+@pytest.mark.parametrize("name", ["linear", "recurrent_gpt", "grown_llama"])
 def test_transformers_shards_by_the_configurations_fsdp_plan_and_trains_as_one_process(tmp_path, name):
     worker.run_model(name).save_pretrained(tmp_path)
     ranks = run_two_ranks("fsdp_plan", tmp_path)
-    assert {"model.prelude.0", "model.core.0", "model.core.1", "model.coda.0"} <= set(ranks[0]["units"])
+    assert set(layer_names(worker.run_model(name))) <= set(ranks[0]["units"])
     whole = {key: tuple(parameter.shape) for key, parameter in worker.run_model(name).named_parameters()}
     for key, shape in whole.items():
         assert sum(rank["local shapes"][key][0] for rank in ranks) == shape[0], key
@@ -91,9 +97,11 @@ def test_tensor_parallel_ranks_predict_as_one_process(tmp_path, tiny):
     ranks = run_two_ranks("tp", tmp_path)
     sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     split = {"self_attn.k_proj": 0, "self_attn.o_proj": 1, "mlp.up_proj": 0, "mlp.down_proj": 1}
-    for section in ("prelude.0", "core.1", "coda.0"):
+    if model.config.model_type == "grown_llama":
+        split["mlp.gate_proj"] = 0
+    for layer in layer_names(model):
         for name, dimension in split.items():
-            key = f"model.{section}.{name}.weight"
+            key = f"{layer}.{name}.weight"
             halves = [rank["local shapes"][key][dimension] for rank in ranks]
             assert halves == [sizes[key][dimension] // 2] * 2, key
     expected = worker.predict(model)

@@ -14,6 +14,7 @@ from modeling_looped import LoopedGPTConfig
 INPUT_IDS = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(1))
 HYPER = {"injection": "hyperconnection"}
 LORA = {"lora_rank": 4}
+PLAN, ORDER = "Loop(1-2x3-1)", "0 1 0 2"
 DENSE = {"num_prelude_layers": 4, "num_core_layers": 0, "num_coda_layers": 0, "num_recurrences": 1}
 Malformed = Callable[[SimpleNamespace], object]  # of a family's `config` and `model`, which take fields
 
@@ -131,11 +132,14 @@ COMMON = {
         ["kv_sharing='first'", "reentrant", "'use_reentrant': False"],
     ),
 }
+# Of families that truncate backpropagation
+TRUNCATING = {
+    "backprop_recurrences as text": (config(backprop_recurrences="all"), ["backprop_recurrences", "'all'", "None"]),
+    "no backpropagation": (config(backprop_recurrences=0), ["backprop_recurrences=0", "at least 1", "None"]),
+}
 # Of families that any number of passes suits
 OF_ANY_DEPTH = {
     "kv_sharing of nothing": (config(kv_sharing=0), ["kv_sharing=0", "at least 1", "'all'", "'average'"]),
-    "backprop_recurrences as text": (config(backprop_recurrences="all"), ["backprop_recurrences", "'all'", "None"]),
-    "no backpropagation": (config(backprop_recurrences=0), ["backprop_recurrences=0", "at least 1", "None"]),
     "small dynamic cache": (small_cache(DynamicCache), ["8 slots", "num_recurrences=5 needs 12", "cache_config(5)"]),
     "small static cache": (
         small_cache(StaticCache, max_cache_len=20),
@@ -145,6 +149,7 @@ OF_ANY_DEPTH = {
 # Of one family
 OWN = {
     "looped_gpt": {
+        **TRUNCATING,
         **OF_ANY_DEPTH,
         "no recurrence": (config(num_recurrences=0), ["num_recurrences=0", "at least 1"]),
         "no core layer": (config(num_core_layers=0), ["num_core_layers=0", "at least 1"]),
@@ -190,6 +195,7 @@ OWN = {
         "iso_depth of no size": (iso_depth(size=0), ["size=0", "at least 1"]),
     },
     "recurrent_gpt": {
+        **TRUNCATING,
         **OF_ANY_DEPTH,
         "recurrences below zero": (config(num_recurrences=-1), ["num_recurrences=-1", "at least 0"]),
         "depth below no pass": (config(num_hidden_layers=1), ["num_hidden_layers=1", "num_recurrences >= 0"]),
@@ -228,6 +234,54 @@ OWN = {
             generate(max_new_tokens=130),
             ["139 tokens", "max_position_embeddings=128", "max_new_tokens"],
         ),
+    },
+    "grown_llama": {
+        **OF_ANY_DEPTH,
+        # In place of those of every family: here the counts follow from the plan.
+        "num_recurrences as float": (config(num_recurrences=2.5), ["num_recurrences=2.5", "whole number"]),
+        "num_recurrences as bool": (config(num_recurrences=True), ["num_recurrences=True", "whole number"]),
+        "negative prelude": (
+            config(depth_plan=PLAN, num_prelude_layers=-1),
+            ["num_prelude_layers=-1", f"depth_plan='{PLAN}'", "change that"],
+        ),
+        "depth of no r": (
+            config(num_hidden_layers=7),
+            ["num_hidden_layers=7", f"depth_plan='{PLAN}'", "8 layers", "one of the two"],
+        ),
+        "core beside the plan": (
+            config(depth_plan=PLAN, num_core_layers=2),
+            ["num_core_layers=2", f"depth_plan='{PLAN}'", "change that"],
+        ),
+        "assigned coda": (
+            set_then(lambda *_: None, num_coda_layers=2),
+            ["num_coda_layers=2", f"depth_plan='{PLAN}'", "change that"],
+        ),
+        "no recurrence": (config(num_recurrences=0), ["num_recurrences=0", "at least 1"]),
+        "forward without recurrence": (forward(num_recurrences=0), ["num_recurrences=0", "at least 1"]),
+        "depth of nothing": (config(depth_plan=None, num_hidden_layers=0), ["num_hidden_layers=0", "at least 1"]),
+        "unknown plan": (config(depth_plan="Loop(4*6)"), ["'Loop(4*6)'", "'4*6'", "LxR"]),
+        "plan without brackets": (config(depth_plan="Loop 4x6"), ["'Loop 4x6'", "brackets", "Loop(4x6)"]),
+        "plan of no pass": (config(depth_plan="4x0"), ["'4x0'", "at least 1"]),
+        "plan as number": (config(depth_plan=46), ["depth_plan=46", "str"]),
+        "assigned plan": (set_then(build, depth_plan="Loop(4*6)"), ["'Loop(4*6)'", "'4*6'", "LxR"]),
+        "turning an order": (
+            config(depth_plan=ORDER, num_recurrences=2),
+            ["num_recurrences=2", f"depth_plan='{ORDER}'", "leave it out"],
+        ),
+        "forward that turns an order": (
+            forward({"depth_plan": ORDER}, num_recurrences=2),
+            ["num_recurrences=2", f"depth_plan='{ORDER}'", "leave it out"],
+        ),
+        "generate that turns an order": (
+            generate({"depth_plan": ORDER}, num_recurrences=2),
+            ["num_recurrences=2", f"depth_plan='{ORDER}'", "leave it out"],
+        ),
+        "sliding window": (config(sliding_window=16), ["sliding_window", "16", "attend further"]),
+        "no head": (config(num_attention_heads=0), ["num_attention_heads=0", "at least 1"]),
+        "key-value heads": (config(num_key_value_heads=3), ["num_key_value_heads=3", "num_attention_heads=4"]),
+        "head of no size": (config(head_dim=0), ["head_dim=0", "positive"]),
+        "odd head size": (config(head_dim=7), ["head_dim", "7", "even"]),
+        "history as text": (config(history="lidas"), ["history='lidas'", "list[dict]"]),
     },
 }
 CASES = [

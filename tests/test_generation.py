@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import HEAVY_TAIL, INJECTIONS, tiny_mixture, tiny_model, tiny_recurrent_gpt
+from conftest import HEAVY_TAIL, INJECTIONS, tiny_grown_llama, tiny_mixture, tiny_model, tiny_recurrent_gpt
 from transformers import (
     CompileConfig,
     ContinuousBatchingConfig,
@@ -20,6 +20,8 @@ from transformers import (
     StaticCache,
 )
 from transformers.utils import is_optimum_quanto_available, logging
+
+from modeling_looped.modeling_looped_gpt import LoopedGPTInjection
 
 
 TRAINED = 3
@@ -43,6 +45,7 @@ def copies(build: Callable[..., PreTrainedModel], *args, **fields) -> Callable[.
 
 recurrent_gpt = lru_cache(tiny_recurrent_gpt)
 mixture = lru_cache(tiny_mixture)
+grown_llama = lru_cache(tiny_grown_llama)
 
 # A family joins the whole suite with a row here: the factory takes configuration fields and returns a model in eval
 # mode, trained at TRAINED recurrences. Its plain reference for kv_sharing goes into REFERENCES below.
@@ -52,6 +55,7 @@ FAMILIES: list[tuple[str, Callable[..., PreTrainedModel]]] = [
     ("recurrent_gpt-heavy_tail", copies(recurrent_gpt, **HEAVY_TAIL)),
     ("mixture_of_recursions", copies(mixture)),
     ("mixture_of_recursions-token_choice", copies(mixture, routing="token_choice")),
+    ("grown_llama", copies(grown_llama)),
 ]
 SHAPES = {
     "2-1xr-1": {"num_prelude_layers": 2, "num_core_layers": 1},
@@ -148,7 +152,8 @@ def count_passes(model: PreTrainedModel) -> list[int]:
         passes[-1] += 1
 
     model.base_model.register_forward_pre_hook(lambda *_: passes.append(0))
-    model.base_model.core[0].register_forward_hook(one_more)
+    first_of_core = model.base_model.unique_layers()[model.config.num_prelude_layers]
+    first_of_core.register_forward_hook(one_more)
     return passes
 
 
@@ -186,7 +191,7 @@ def test_the_models_of_this_suite_tell_recurrence_counts_apart(factory):
 def check_every_cache(model: PreTrainedModel, recurrences: int) -> None:
     ids, expected = prompt(), uncached(model, prompt(), recurrences)
     kept = 1 if model.config.kv_sharing == "first" else recurrences
-    depth = model.config.depth_plan(kept).effective_depth
+    depth = model.config.plan(kept).effective_depth
     for cache in caches(model, recurrences).values():
         logits, cache = in_chunks(model, ids, [5, 1, 1, 3, 1], recurrences, cache)
         close(logits, expected)
@@ -298,7 +303,7 @@ def test_a_quantized_cache_keeps_every_pass_near_its_exact_keys(factory, recurre
     expected = uncached(model, ids, recurrences)
     close(logits[:, :10], expected[:, :10])
     assert 0 < (logits - expected)[:, 10].abs().mean() < 0.3 * expected.std()
-    assert len(cache.layers) == len(exact.layers) == model.config.depth_plan(recurrences).effective_depth
+    assert len(cache.layers) == len(exact.layers) == model.config.plan(recurrences).effective_depth
     for rounded, layer in zip(cache.layers, exact.layers, strict=True):
         error = rounded._dequantize(rounded._quantized_keys)[:, :, :10] - layer.keys
         assert 0 < error.abs().mean() < {"fp8": 0.03, "quanto": 0.1}[backend] * layer.keys.std()
@@ -448,7 +453,7 @@ def check_early_exit(factory: Callable, recurrences: int, prepare: Callable[[Pre
     settings = prepare(model)
     expected = generate_uncached(factory, recurrences, 1, ())
     passes = count_passes(model)
-    early_exit = model.config.depth_plan(draft).effective_depth
+    early_exit = model.config.plan(draft).effective_depth
     output = generate(model, generation_prompt(1), assistant_early_exit=early_exit, **settings)
     equal(output.sequences, expected.sequences)
     close(output.logits, expected.logits)
@@ -477,7 +482,7 @@ def test_early_exit_drafts_with_fewer_recurrences_than_the_config_the_model_or_t
 @every_family
 def test_an_early_exit_inside_the_core_is_refused_and_leaves_the_config_alone(factory):
     model = factory()
-    inside = model.config.depth_plan(1).effective_depth + 1
+    inside = model.config.plan(1).effective_depth + 1
     with pytest.raises(ValueError, match=f"num_hidden_layers={inside}"):
         generate(model, prompt(rows=1), assistant_early_exit=inside)
     assert model.config.num_recurrences == TRAINED
@@ -503,6 +508,8 @@ def test_a_model_without_recurrences_can_be_the_assistant():
         ("recurrent_gpt-heavy_tail", TRAINED, "all"),
         ("mixture_of_recursions", TRAINED, "all"),
         ("mixture_of_recursions-token_choice", TRAINED, "first"),
+        ("grown_llama", TRAINED + 1, "all"),
+        ("grown_llama", TRAINED, "average"),
     ],
 )
 def test_static_decoding_compiles_to_one_graph_and_equals_eager_decoding(family, recurrences, kv_sharing):
@@ -632,7 +639,7 @@ def test_going_beyond_the_trained_recurrences_warns_once(warnings_of):
 def test_recorded_outputs_follow_the_recurrences_of_the_call(factory, recurrences):
     model, ids = factory(), prompt()
     model.set_attn_implementation("eager")
-    depth = model.config.depth_plan(recurrences).effective_depth
+    depth = model.config.plan(recurrences).effective_depth
     for use_cache in (False, True):
         settings = {"num_recurrences": recurrences, "use_cache": use_cache}
         output = model.base_model(ids, output_hidden_states=True, output_attentions=True, **settings)
@@ -739,6 +746,15 @@ def attend(attention, x: torch.Tensor, place: Callable, past: list[tuple], own: 
     return attention.o_proj(output.transpose(1, 2).reshape(rows, n, -1)), (key, value)
 
 
+def sections_of(base: PreTrainedModel) -> dict[str, list]:
+    """The unique layers of prelude, core and coda."""
+    layers, start, sections = list(base.unique_layers()), 0, {}
+    for section in ("prelude", "core", "coda"):
+        stop = start + getattr(base.config, f"num_{section}_layers")
+        sections[section], start = layers[start:stop], stop
+    return sections
+
+
 @torch.no_grad()
 def plain_reference(
     model, ids: torch.Tensor, chunks: list[tuple[int, int]], kv_sharing: str | int, embed: Callable, place: Callable
@@ -748,6 +764,9 @@ def plain_reference(
     of the chunks before, `current` those of this one's passes, both by (section, layer, pass).
     """
     base, config, logits, start = model.model, model.config, [], 0
+    sections = sections_of(base)
+    injection = getattr(base, "injection", None) or LoopedGPTInjection(config)  # "none": the state goes on as it is
+    norm = getattr(base, "recurrence_norm", torch.nn.Identity())
     kept = {"all": 99, "first": 1, "average": 1, "last": 1}.get(kv_sharing, kv_sharing)
     earlier: dict[tuple, list] = {}
     for length, recurrences in chunks:
@@ -755,7 +774,7 @@ def plain_reference(
         placed = partial(place, positions=positions, config=config)
 
         def run(section: str, recurrence: int, x: torch.Tensor) -> torch.Tensor:
-            for index, layer in enumerate(getattr(base, section)):
+            for index, layer in enumerate(sections[section]):
                 past = earlier.get((section, index, recurrence % kept), [])
                 own = current[section, index, 0] if kv_sharing == "first" and recurrence > 0 else None
                 attended, own = attend(layer.self_attn, layer.input_layernorm(x), placed, past, own)
@@ -767,11 +786,11 @@ def plain_reference(
         embeddings = embed(base, ids[:, start : start + length], positions)
         x = run("prelude", 0, embeddings)
         anchor, noise = base.anchor(embeddings, x), base.noise(positions[None], len(ids))
-        state = base.injection.open(x, noise)
+        state = injection.open(x, noise)
         for i in range(recurrences):
-            output = base.recurrence_norm(run("core", i, base.injection.read(anchor, state, i, noise)))
-            state = base.injection.write(anchor, state, output, i, noise, None)
-        logits.append(model.logits(base.norm(run("coda", 0, base.injection.close(state)))))
+            output = norm(run("core", i, injection.read(anchor, state, i, noise)))
+            state = injection.write(anchor, state, output, i, noise, None)
+        logits.append(model.logits(base.norm(run("coda", 0, injection.close(state)))))
         for section, index in dict.fromkeys((section, index) for section, index, _ in current):
             passes = [own for (*layer, _), own in current.items() if layer == [section, index]]
             for slot in range(min(kept, len(passes))):
@@ -793,6 +812,11 @@ REFERENCES = {
         plain_reference,
         embed=lambda base, ids, positions: base.embed_tokens(ids) + base.embed_positions.weight[positions],
         place=lambda x, positions, config: x,
+    ),
+    "grown_llama": partial(
+        plain_reference,
+        embed=lambda base, ids, positions: base.embed_tokens(ids),
+        place=lambda x, positions, config: rotate(x, -positions, config.rope_parameters["rope_theta"]),
     ),
 }
 
@@ -844,7 +868,7 @@ def check_sharing(model: PreTrainedModel, recurrences: int, kv_sharing: int | st
         close(logits, expected)
         close(logits[:, :5], exact[:, :5])
         assert (logits - exact)[:, 5:].abs().max() > 0.05, "sharing changes what later chunks see"
-        slots = model.config.depth_plan(1 if kv_sharing == "average" else kv_sharing).effective_depth
+        slots = model.config.plan(1 if kv_sharing == "average" else kv_sharing).effective_depth
         assert [int(layer.get_seq_length()) for layer in cache.layers] == [11] * slots
 
 
@@ -891,7 +915,7 @@ def test_keeping_as_many_passes_as_run_is_keeping_all(factory, recurrences):
         model = factory(kv_sharing=kv_sharing)
         logits, cache = in_chunks(model, ids, [6, 1, 4], recurrences, caches(model, recurrences)[kind])
         close(logits, expected)
-        assert len(cache.layers) == model.config.depth_plan(recurrences).effective_depth
+        assert len(cache.layers) == model.config.plan(recurrences).effective_depth
 
 
 @SHARED_CASES

@@ -315,6 +315,6 @@ def test_continuous_batching_is_refused():
 def test_the_twin_of_a_recurrent_gpt_has_its_shape():
     config = RecurrentGPTConfig(hidden_size=1280, num_attention_heads=20, num_core_layers=5, num_recurrences=6)
     twin = MixtureOfRecursionsConfig.twin_of(config, routing="token_choice")
-    assert str(twin.depth_plan()) == str(config.depth_plan()) and twin.hidden_size == 1280
+    assert str(twin.plan()) == str(config.plan()) and twin.hidden_size == 1280
     assert twin.routing == "token_choice" and twin.num_dense_layers == config.num_dense_layers
     assert twin.pass_shares() == (1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)

@@ -459,7 +459,7 @@ def test_each_pass_has_low_rank_weights_of_its_own(changed):
 def test_the_dense_twin_is_a_gpt2_without_biases():
     config = tiny_recurrent_config(num_dense_layers=5).dense_twin()
     model = randomise(RecurrentGPTForCausalLM(config)).eval()
-    assert str(config.depth_plan()) == "5x1" and not hasattr(model.model, "injection")
+    assert str(config.plan()) == "5x1" and not hasattr(model.model, "injection")
     settings = {"vocab_size": 97, "n_positions": 128, "n_embd": 64, "n_layer": 5, "n_head": 4}
     gpt2 = GPT2LMHeadModel(GPT2Config(**settings, activation_function="gelu")).eval()
     base, weights = model.model, {name: torch.zeros_like(value) for name, value in gpt2.state_dict().items()}

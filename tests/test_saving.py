@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HEAVY_TAIL, INJECTIONS, TINY_CONFIGS, TINY_MODELS, randomise, tiny_mixture, tiny_model, tiny_recurrent_gpt
+from conftest import (
+    HEAVY_TAIL,
+    INJECTIONS,
+    TINY_CONFIGS,
+    TINY_MODELS,
+    randomise,
+    tiny_grown_llama,
+    tiny_mixture,
+    tiny_model,
+    tiny_recurrent_gpt,
+)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -34,15 +45,16 @@ COMMON = {
     "generation_looped.py",
     "keyed_noise.py",
     "looped_cache.py",
-    "looped_layers.py",
     "looped_model.py",
     "looped_outputs.py",
     "strict_loading.py",
     "supported_versions.py",
 }
+LAYERS = COMMON | {"looped_layers.py"}
 CODE = {
-    "looped_gpt": COMMON | {"configuration_looped_gpt.py", "modeling_looped_gpt.py"},
-    "recurrent_gpt": COMMON | {"configuration_recurrent_gpt.py", "modeling_recurrent_gpt.py", "recurrence_lora.py"},
+    "looped_gpt": LAYERS | {"configuration_looped_gpt.py", "modeling_looped_gpt.py"},
+    "recurrent_gpt": LAYERS | {"configuration_recurrent_gpt.py", "modeling_recurrent_gpt.py", "recurrence_lora.py"},
+    "grown_llama": COMMON | {"configuration_grown_llama.py", "modeling_grown_llama.py"},
 }
 CODE["mixture_of_recursions"] = CODE["recurrent_gpt"] | {  # whose blocks it uses
     "configuration_mixture_of_recursions.py",
@@ -56,12 +68,18 @@ VARIANTS: dict[str, Callable[..., PreTrainedModel]] = {
     "recurrent_gpt-lora": partial(tiny_recurrent_gpt, lora_rank=4),
     "mixture_of_recursions": tiny_mixture,
     "mixture_of_recursions-token_choice": partial(tiny_mixture, routing="token_choice", balancing="bias", router="mlp"),
+    "grown_llama": tiny_grown_llama,
+    "grown_llama-biased": partial(tiny_grown_llama, attention_bias=True, mlp_bias=True, head_dim=8),
 }
 every_variant = pytest.mark.parametrize("build", VARIANTS.values(), ids=VARIANTS)
 HEADS = (AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering)
 GOLDEN = Path(__file__).parent / "golden"
 INPUT_IDS = torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(1))
-UP_PROJ = "core.0.mlp.up_proj.weight"
+
+
+def up_proj(family: str, layer: int = 0) -> str:
+    """The name of a weight in the core's first layer, or a later one, below the base model."""
+    return f"layers.{layer + 1}.mlp.up_proj.weight" if family == "grown_llama" else f"core.{layer}.mlp.up_proj.weight"
 
 
 @torch.no_grad()
@@ -180,6 +198,19 @@ ODD_FIELDS = {  # no default among them
         "initializer_range": 0.01,
         "tie_word_embeddings": False,
     },
+    "grown_llama": {
+        "history": [{"operator": "lidas", "block_size": 2, "num_layers": 2}],
+        "head_dim": 8,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_dropout": 0.1,
+        "pretraining_tp": 2,
+        "initializer_range": 0.01,
+        "tie_word_embeddings": True,
+    },
 }
 for _family in ("looped_gpt", "recurrent_gpt"):
     ODD_FIELDS[_family] |= {"injection": "additive", "backprop_recurrences": 2}
@@ -275,7 +306,7 @@ def test_num_recurrences_overrides_and_trained_recurrences_stay(
         ("linear", {"num_recurrences": 0}, ["num_recurrences=0", "at least 1"]),
         ("linear", {"num_recurrences": "5"}, ["num_recurrences", "'5'", "int"]),
         ("linear", {"injection": "none"}, ["unexpected", "model.injection.proj.weight"]),
-        ("linear", {"num_core_layers": 3}, ["missing", f"model.{UP_PROJ.replace('0', '2')}"]),
+        ("linear", {"num_core_layers": 3}, ["missing", "model.core.2.mlp.up_proj.weight"]),
         ("linear", {"num_hidden_layers": 5}, ["num_hidden_layers=5", "2 x num_recurrences"]),
         ("hyperconnection", {"num_recurrences": 4}, ["num_recurrences=4", "trained_recurrences=3"]),
         ("hyperconnection", {"trained_recurrences": 4}, ["model.injection.alpha", "(3, 2)", "(4, 2)"]),
@@ -293,6 +324,13 @@ def test_num_recurrences_overrides_and_trained_recurrences_stay(
         ("mixture_of_recursions", {"trained_recurrences": 4}, ["missing", "model.router.3.proj.weight"]),
         ("mixture_of_recursions", {"routing": "token_choice"}, ["unexpected", "model.router.1.proj.weight"]),
         ("mixture_of_recursions", {"kv_sharing": 2}, ["kv_sharing", "2"]),
+        ("grown_llama", {"num_recurrences": 0}, ["num_recurrences=0", "at least 1"]),
+        ("grown_llama", {"num_hidden_layers": 5}, ["num_hidden_layers=5", "2 x num_recurrences"]),
+        ("grown_llama", {"num_prelude_layers": 2}, ["num_prelude_layers=2", "depth_plan='Loop(1-2x3-1)'"]),
+        ("grown_llama", {"depth_plan": "Loop(1-3x3-1)"}, ["missing", "model.layers.4.mlp.up_proj.weight"]),
+        ("grown_llama", {"depth_plan": "3x1"}, ["unexpected", "model.layers.3.mlp.up_proj.weight"]),
+        ("grown_llama", {"depth_plan": "Loop(4*2)"}, ["'Loop(4*2)'", "'4*2'", "LxR"]),
+        ("grown_llama", {"mlp_bias": True}, ["missing", "model.layers.0.mlp.up_proj.bias"]),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
 )
@@ -308,53 +346,58 @@ def test_overrides_that_the_weights_cannot_follow_are_refused(
 # Strict loading
 
 
-def drop(weights: dict, prefix: str):
-    del weights[prefix + UP_PROJ]
+def drop(weights: dict, name: str):
+    del weights[name]
 
 
-def add(weights: dict, prefix: str):
-    weights[f"{prefix}core.7.mlp.up_proj.weight"] = weights[prefix + UP_PROJ].clone()
+def add(weights: dict, name: str):
+    weights[re.sub(r"\d+", "7", name)] = weights[name].clone()
 
 
-def shorten(weights: dict, prefix: str):
-    weights[prefix + UP_PROJ] = weights[prefix + UP_PROJ][:-1].clone()
+def shorten(weights: dict, name: str):
+    weights[name] = weights[name][:-1].clone()
 
 
-DEFECTS = {
-    "missing": (drop, [UP_PROJ]),
-    "unexpected": (add, ["core.7.mlp.up_proj.weight"]),
-    "mismatched": (shorten, [UP_PROJ, "(255, 64)", "(256, 64)"]),
-}
+DEFECTS = {"missing": drop, "unexpected": add, "mismatched": shorten}
+
+
+def of_the_defect(defect: str, family: str) -> list[str]:
+    """What the message names: the key, and the shapes where they differ."""
+    if defect == "unexpected":
+        return [up_proj(family, 6 if family == "grown_llama" else 7)]
+    width = TINY_CONFIGS[family]().intermediate_size
+    return [up_proj(family), *([f"({width - 1}, 64)", f"({width}, 64)"] if defect == "mismatched" else [])]
 
 
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
 @pytest.mark.parametrize("kind", ["base", "causal"])
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_weights_that_do_not_fit_are_refused_with_their_list(
-    auto_class: type, kind: str, defect: str, checkpoint: Path, base_checkpoint: Path, tmp_path: Path
+    auto_class: type, kind: str, defect: str, family: str, checkpoint: Path, base_checkpoint: Path, tmp_path: Path
 ):
-    edit, words = DEFECTS[defect]
     source, prefix = (base_checkpoint, "") if kind == "base" else (checkpoint, "model.")
-    broken = edited(source, tmp_path / "broken", lambda weights: edit(weights, prefix))
+    broken = edited(source, tmp_path / "broken", lambda weights: DEFECTS[defect](weights, prefix + up_proj(family)))
     with pytest.raises(ValueError) as error:
         auto_class.from_pretrained(broken)
     message = str(error.value)
-    assert all(word in message for word in [*words, str(broken)]) and "\n" not in message, message
+    words = [*of_the_defect(defect, family), str(broken)]
+    assert all(word in message for word in words) and "\n" not in message, message
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_weights_that_do_not_fit_load_on_request(
-    defect: str, model: PreTrainedModel, checkpoint: Path, tmp_path: Path
+    defect: str, family: str, model: PreTrainedModel, checkpoint: Path, tmp_path: Path
 ):
-    edit, words = DEFECTS[defect]
-    broken = edited(checkpoint, tmp_path / "broken", lambda weights: edit(weights, "model."))
+    name = f"model.{up_proj(family)}"
+    broken = edited(checkpoint, tmp_path / "broken", lambda weights: DEFECTS[defect](weights, name))
     loaded, info = AutoModelForCausalLM.from_pretrained(broken, output_loading_info=True)
     # Of a mismatch transformers gives (key, shape in the file, shape in the model).
     keys = {found[0] if isinstance(found, tuple) else found for found in info[f"{defect}_keys"]}
-    assert keys == {f"model.{words[0]}"} and sum(map(len, info.values())) == 1
+    assert keys == {f"model.{of_the_defect(defect, family)[0]}"} and sum(map(len, info.values())) == 1
     ignoring = AutoModelForCausalLM.from_pretrained(broken, ignore_mismatched_sizes=True)
     for found in (loaded, ignoring):
-        assert torch.equal(found.model.coda[0].mlp.up_proj.weight, model.model.coda[0].mlp.up_proj.weight)
+        last, of_the_original = (list(one.model.unique_layers())[-1].mlp.up_proj.weight for one in (found, model))
+        assert torch.equal(last, of_the_original)
         assert torch.isfinite(logits(found)).all()
 
 
@@ -373,8 +416,10 @@ def test_half_precision_loads_and_runs(build: Callable, dtype: torch.dtype, tmp_
     assert kept <= {torch.float32 if in_fp32 else dtype}
     assert {p.dtype for name, p in half.named_parameters() if "injection" not in name} == {dtype}
     half_logits = logits(half)
-    assert half_logits.dtype is torch.float32
-    assert (half_logits - logits(model)).abs().max() < (0.05 if dtype is torch.float16 else 0.4)  # of 15
+    is_llama = model.config.model_type == "grown_llama"  # which does as Llama does, and no better: test_grown_llama.py
+    assert half_logits.dtype is (dtype if is_llama else torch.float32)
+    in_bf16 = 0.5 if is_llama else 0.4
+    assert (half_logits - logits(model)).abs().max() < (0.05 if dtype is torch.float16 else in_bf16)  # of 15
     half.save_pretrained(tmp_path / "half")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert again.dtype is dtype and torch.equal(logits(again), half_logits)
@@ -417,10 +462,12 @@ def test_layers_on_disk_give_equal_logits(build: Callable, tmp_path: Path):
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "checkpoint", device_map="auto", max_memory={"cpu": 500_000}, offload_folder=tmp_path / "offload"
     )
-    assert {"model.core": "disk", "model.injection": "disk"}.items() <= loaded.hf_device_map.items() or (
-        loaded.hf_device_map["model.core"] == "disk" and hasattr(model.model, "router")
-    )
-    assert {parameter.device.type for parameter in loaded.model.core.parameters()} == {"meta"}
+    config = model.config
+    loops = {"mixture_of_recursions": {"model.core"}, "grown_llama": {"model.layers.1", "model.layers.2"}}
+    on_disk = {name for name, device in loaded.hf_device_map.items() if device == "disk"}
+    assert loops.get(config.model_type, {"model.core", "model.injection"}) <= on_disk
+    core = list(loaded.model.unique_layers())[config.num_prelude_layers :][: config.num_core_layers]
+    assert {parameter.device.type for layer in core for parameter in layer.parameters()} == {"meta"}
     for num_recurrences in (1, 3):
         expected = logits(model, num_recurrences=num_recurrences)
         assert torch.equal(logits(loaded, num_recurrences=num_recurrences), expected)
@@ -442,7 +489,8 @@ def test_quantisation_leaves_the_norms_and_looped_gpt_s_injection_alone(model: P
         if name.rpartition(".")[0] not in maps:
             assert torch.equal(parameter, originals[name]), name
     difference = (logits(quantised) - logits(model)).abs().max()
-    assert 0 < difference < 0.5  # of 15
+    # Of 15. The unrolled Llama of the same weights differs by 0.514 as well.
+    assert 0 < difference < (0.52 if model.config.model_type == "grown_llama" else 0.5)
 
 
 # Without the package
@@ -495,7 +543,7 @@ for name, auto_class in job["checkpoints"].items():
     source, resaved = Path(name), Path("resaved") / name
     config = AutoConfig.from_pretrained(source, **remote)
     assert type(config).__module__.startswith("transformers_modules."), type(config)
-    assert (config.num_hidden_layers, str(config.depth_plan())) == (8, "Loop(1-2x3-1)")
+    assert (config.num_hidden_layers, str(config.plan())) == (8, "Loop(1-2x3-1)")
     model = auto_class.from_pretrained(source, **remote)
     check(model, name)
     model.save_pretrained(resaved)
@@ -509,10 +557,11 @@ for name, auto_class in job["checkpoints"].items():
         deeper = auto_class.from_pretrained(resaved, num_recurrences=7, **remote)
         assert (deeper.config.num_recurrences, deeper.config.trained_recurrences) == (7, 3)
         check(transformers.AutoModel.from_pretrained(resaved, **remote), name + "-base")
+        misfit, weight = job["misfits"][name]
         try:
-            auto_class.from_pretrained(resaved, injection="none", **remote)
+            auto_class.from_pretrained(resaved, **misfit, **remote)
         except ValueError as error:
-            assert "model.injection.proj.weight" in str(error), error
+            assert weight in str(error), error
         else:
             sys.exit("a checkpoint that does not fit was loaded")
 
@@ -528,7 +577,10 @@ def test_checkpoints_load_and_save_where_the_package_is_not_installed(tmp_path: 
         for head in HEADS:
             head_model = randomise(head.from_config(tiny(num_labels=2))).eval()
             models[f"{family}-{head.__name__}"] = (head.__name__, head_model)
-    whole = {name: models[name][1] for name in ("linear", "recurrent_gpt")}  # of these more is asked
+    no_injection = {"injection": "none"}, "model.injection.proj.weight"
+    misfits = {"linear": no_injection, "recurrent_gpt": no_injection}
+    misfits["grown_llama"] = {"depth_plan": "Loop(1-2x3-2)"}, "model.layers.4.mlp.up_proj.weight"
+    whole = {name: models[name][1] for name in misfits}  # of these more is asked
     models |= {f"{name}-base": ("AutoModel", model.model) for name, model in whole.items()}
     expected = {"input_ids": INPUT_IDS}
     for name, (_, model) in models.items():
@@ -539,7 +591,8 @@ def test_checkpoints_load_and_save_where_the_package_is_not_installed(tmp_path: 
     torch.save(expected, tmp_path / "expected.pt")
     (tmp_path / "remote.py").write_text(REMOTE)
 
-    job = {"threads": torch.get_num_threads(), "checkpoints": {name: auto for name, (auto, _) in models.items()}}
+    checkpoints = {name: auto for name, (auto, _) in models.items()}
+    job = {"threads": torch.get_num_threads(), "checkpoints": checkpoints, "misfits": misfits}
     process = subprocess.run(
         [sys.executable, "-I", "remote.py", json.dumps(job)],  # -I: neither PYTHONPATH nor the folder of the script
         cwd=tmp_path,
@@ -569,8 +622,9 @@ def golden_logits(model: PreTrainedModel, input_ids: list[list[int]], num_recurr
 def write_golden(family: str, folder: Path) -> None:
     """`LOOPED_WRITE_GOLDEN=looped_gpt pytest tests/test_saving.py -k golden`: not without cause, for it stands for
     checkpoints that users hold."""
-    fewer = {"num_key_value_heads": 1} if family == "looped_gpt" else {}
-    model = TINY_MODELS[family](hidden_size=16, num_attention_heads=2, **fewer)
+    fewer = {"looped_gpt": {"num_key_value_heads": 1}}
+    fewer["grown_llama"] = {"num_key_value_heads": 1, "intermediate_size": 44}
+    model = TINY_MODELS[family](hidden_size=16, num_attention_heads=2, **fewer.get(family, {}))
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
     for name in names(folder) - {"config.json", "model.safetensors"}:

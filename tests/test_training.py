@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from conftest import (
     is_bit_equal,
     next_token_loss,
     tiny_config,
+    tiny_grown_config,
+    tiny_grown_llama,
     tiny_mixture,
     tiny_model,
     tiny_recurrent_config,
@@ -33,7 +36,7 @@ from transformers import (
     set_seed,
 )
 
-from modeling_looped import LoopedGPTForCausalLM, LoopedGPTModel, RecurrentGPTForCausalLM
+from modeling_looped import GrownLlamaForCausalLM, LoopedGPTForCausalLM, LoopedGPTModel, RecurrentGPTForCausalLM
 from modeling_looped.keyed_noise import NoiseKey, set_noise_key
 
 
@@ -221,7 +224,9 @@ def test_the_loss_is_shifted_cross_entropy_without_the_ignored_labels(tiny):
 
 
 @pytest.mark.parametrize(
-    "tiny", [tiny_model, tiny_recurrent_gpt, partial(tiny_mixture, selection_loss=0.0)], ids=TINY_MODELS
+    "tiny",
+    [tiny_model, tiny_recurrent_gpt, partial(tiny_mixture, selection_loss=0.0), tiny_grown_llama],
+    ids=TINY_MODELS,
 )
 def test_four_micro_batches_of_one_are_one_batch_of_four(tiny):
     model = tiny().train()
@@ -273,7 +278,9 @@ def trained_weights(run: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
 
 
-@pytest.mark.parametrize("tiny", [tiny_model, quiet_recurrent_gpt], ids=["looped_gpt", "recurrent_gpt"])
+@pytest.mark.parametrize(
+    "tiny", [tiny_model, quiet_recurrent_gpt, tiny_grown_llama], ids=["looped_gpt", "recurrent_gpt", "grown_llama"]
+)
 def test_the_trainer_gives_equal_weights_for_accumulation_of_four_and_a_batch_of_four(tmp_path, tiny):
     # Plain SGD without clipping: Adam and the clip both hide a wrong scale of the gradient.
     plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
@@ -327,11 +334,13 @@ def test_a_resumed_trainer_run_ends_with_the_weights_of_an_uninterrupted_one(tmp
         *((partial(tiny_model, injection=name), 2) for name in TRUNCATABLE),
         (tiny_recurrent_gpt, None),
         (tiny_recurrent_gpt, 2),
+        (tiny_grown_llama, None),
     ],
     ids=described,
 )
 def test_activation_checkpointing_leaves_every_bit_of_the_gradients(tiny, backprop, recurrences, reentrant):
-    check_checkpointing(tiny(backprop_recurrences=backprop, trained_recurrences=5), backprop, recurrences, reentrant)
+    model = tiny(trained_recurrences=5, **truncation(backprop))
+    check_checkpointing(model, backprop, recurrences, reentrant)
 
 
 @every_family
@@ -340,11 +349,17 @@ def test_activation_checkpointing_leaves_every_bit_of_the_gradients_under_kv_sha
     check_checkpointing(tiny(kv_sharing="first", trained_recurrences=5), None, recurrences, reentrant=False)
 
 
+def truncation(backprop: int | None) -> dict[str, int]:
+    """A field that not every family has."""
+    return {} if backprop is None else {"backprop_recurrences": backprop}
+
+
 def check_checkpointing(model, backprop, recurrences, reentrant):
     model.train()
     rows = token_rows()
     runs = []
-    model.model.core[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    first_of_core = model.model.unique_layers()[model.config.num_prelude_layers]
+    first_of_core.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
 
     def step():
         runs.clear()
@@ -372,8 +387,7 @@ def fresh_dynamo():
 
 
 def compile_layers(model, **options) -> None:
-    base = model.model
-    for layer in [*base.prelude, *base.core, *base.coda]:
+    for layer in model.model.unique_layers():
         layer.compile(fullgraph=True, **options)
 
 
@@ -398,12 +412,14 @@ def graphs_of_all_depths(model, first: int) -> tuple[int, int]:
         (tiny_recurrent_gpt, None, 3),
         (tiny_recurrent_gpt, None, 1),
         (tiny_recurrent_gpt, 2, 1),
+        (tiny_grown_llama, None, 3),
+        (tiny_grown_llama, None, 1),
     ],
     ids=described,
 )
 def test_regional_compilation_never_recompiles_for_another_depth(fresh_dynamo, tiny, backprop, first):
     # aot_eager has the tracing and the guards of the default backend, which a slow test below runs.
-    model = tiny(backprop_recurrences=backprop, trained_recurrences=8).train()
+    model = tiny(trained_recurrences=8, **truncation(backprop)).train()
     compile_layers(model, backend="aot_eager")
     assert graphs_of_all_depths(model, first) == (1, 1)
 
@@ -425,7 +441,9 @@ def test_regional_compilation_takes_few_more_graphs_where_passes_differ(fresh_dy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", [tiny_model, quiet_recurrent_gpt], ids=["looped_gpt", "recurrent_gpt"])
+@pytest.mark.parametrize(
+    "tiny", [tiny_model, quiet_recurrent_gpt, tiny_grown_llama], ids=["looped_gpt", "recurrent_gpt", "grown_llama"]
+)
 def test_regionally_compiled_training_has_the_gradients_of_eager_without_recompiling(fresh_dynamo, tiny):
     model = tiny(trained_recurrences=8).train()
     rows = token_rows()
@@ -553,15 +571,17 @@ def test_at_initialisation_linear_injection_gives_one_output_for_every_depth():
 # bf16 and LoRA
 
 
-# Without injection the paper's model does not learn (its table 5): here it stops at the frequencies of the tokens.
+# Without injection LoopedGPT does not learn (the paper's table 5): here it stops at the frequencies of the tokens.
+# GrownLlama has none either, and is held to the same.
 @pytest.mark.parametrize(
     ("model_class", "config", "left"),
     [
         *((LoopedGPTForCausalLM, tiny_config(injection=name), 0.7 if name == "none" else 0.5) for name in INJECTIONS),
         (RecurrentGPTForCausalLM, tiny_recurrent_config(), 0.5),
         (RecurrentGPTForCausalLM, tiny_recurrent_config(**HEAVY_TAIL), 0.5),
+        (GrownLlamaForCausalLM, tiny_grown_config(), 0.7),
     ],
-    ids=[*INJECTIONS, "recurrent_gpt", "recurrent_gpt-heavy_tail"],
+    ids=[*INJECTIONS, "recurrent_gpt", "recurrent_gpt-heavy_tail", "grown_llama"],
 )
 def test_bf16_autocast_halves_the_loss_on_one_batch_in_twenty_steps(model_class, config, left):
     set_seed(0)
@@ -581,16 +601,21 @@ def test_bf16_autocast_halves_the_loss_on_one_batch_in_twenty_steps(model_class,
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("targets", "adapted"),
-    [("all-linear", ("prelude", "core", "coda", "injection")), (r".*\.core\.\d+\..*_proj", ("core",))],
-)
+@pytest.mark.parametrize("part", ["all", "core"])
 @every_family
-def test_lora_trains_with_checkpointing_and_is_saved_reloaded_and_merged(tmp_path, tiny, targets, adapted):
+def test_lora_trains_with_checkpointing_and_is_saved_reloaded_and_merged(tmp_path, tiny, part):
     set_seed(0)
+    base, family = tiny().model, tiny().config.model_type
+    unique = {id(layer) for layer in base.unique_layers()}
+    layers = {name for name, module in base.named_modules() if id(module) in unique}
+    core = r"layers\.[12]" if family == "grown_llama" else r"core\.\d"
+    targets = "all-linear" if part == "all" else rf".*\.{core}\..*_proj"
     model = get_peft_model(tiny(), LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
-    sections = {name.split(".")[3] for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert {"injection" if section == "router" else section for section in sections} == set(adapted)
+    adapted = {".".join(name.split(".")[3:5]) for name, one in model.named_parameters() if one.requires_grad}
+    assert adapted & layers == (layers if part == "all" else {name for name in layers if re.fullmatch(core, name)})
+    assert len(adapted & layers) == (4 if part == "all" else 2)
+    beside = {"grown_llama": set(), "mixture_of_recursions": {"router"}}.get(family, {"injection"})
+    assert {name.split(".")[0] for name in adapted - layers} == (beside if part == "all" else set())
 
     rows = token_rows()
     model.train()

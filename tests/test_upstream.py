@@ -17,7 +17,8 @@ import transformers
 pytestmark = pytest.mark.upstream
 
 SUITE = Path(__file__).parent / "upstream" / "model_suite.py"
-FAMILIES = ("LoopedGPT", "RecurrentGPT", "MixtureOfRecursions")  # by the start of their class names, as in the suite
+# By the start of their class names, as in the suite.
+FAMILIES = ("LoopedGPT", "RecurrentGPT", "MixtureOfRecursions", "GrownLlama")
 
 # What the tests import and the sdist leaves out. Without its mixin, generation is tested here in test_generation.py.
 STUBS = {

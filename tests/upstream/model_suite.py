@@ -25,6 +25,7 @@ FAMILIES = {
     "LoopedGPT": (modeling_looped, {**LOOP, "num_key_value_heads": 2}),
     "RecurrentGPT": (modeling_looped, LOOP),
     "MixtureOfRecursions": (modeling_looped, LOOP),
+    "GrownLlama": (modeling_looped, {"depth_plan": "Loop(1-1x2-1)", "num_key_value_heads": 2}),
 }
 # Of each head, the table of class names by which the suite decides which labels it takes.
 HEADS = {
