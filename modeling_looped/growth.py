@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_looped import require_int
@@ -112,8 +114,8 @@ def grow(
             "can grow: unroll it first (modeling_looped.looping.unroll)."
         )
     sources = OPERATORS[operator](len(old), block_size)
-    if any(hasattr(parameter, "device_mesh") for layer in old for parameter in layer.parameters()):
-        raise ValueError("The model's parameters are sharded over ranks: grow it with growth.grow_prepared.")
+    if any(isinstance(parameter, DTensor) for layer in old for parameter in layer.parameters()):
+        raise ValueError("The model's parameters are sharded over ranks: use growth.grow_prepared or grow_sharded.")
 
     copies: dict[nn.Parameter, nn.Parameter] = {}
     grown = []
@@ -156,20 +158,80 @@ def grow_prepared(accelerator, model: nn.Module, optimizers: Sequence, operator:
     """
     `grow` in the middle of a run under Accelerate, on one process, DDP or FSDP2: takes the model and the optimizers
     that `accelerator.prepare` returned, and returns grown ones in their place. DDP and FSDP2 know their parameters from
-    the moment they wrap a model, so it is unwrapped, grown and prepared anew. Schedulers that hold an optimizer go on
-    working on one process and DDP; data loaders have to be prepared again where the caller needs Accelerate to know them.
+    the moment they wrap a model, so it is unwrapped (under FSDP2 gathered on every rank), grown, and prepared anew.
 
     Returns:
-        `(model, optimizers)`, prepared, of which the caller drops the old ones.
+        `(model, optimizers)`, prepared; the caller drops the old ones.
     """
-    if accelerator.is_fsdp2:
-        return _grow_sharded(accelerator, model, optimizers, operator, block_size)
+
+    def prepare(model: PreTrainedModel, raw: list[torch.optim.Optimizer]):
+        accelerator._models.clear()
+        accelerator._optimizers.clear()
+        prepared, *optimizers = accelerator.prepare(model, *raw)
+        return prepared, optimizers
+
     raw_model, raw = accelerator.unwrap_model(model, keep_fp32_wrapper=False), _raw(optimizers)
-    grow(raw_model, operator, block_size, raw)
-    accelerator._models.clear()
-    accelerator._optimizers.clear()
-    prepared, *optimizers = accelerator.prepare(raw_model, *raw)
-    return prepared, list(optimizers)
+    if any(isinstance(parameter, DTensor) for parameter in raw_model.parameters()):
+        return grow_sharded(raw_model, raw, operator, block_size, prepare)
+    return prepare(grow(raw_model, operator, block_size, raw), raw)
+
+
+def grow_sharded(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    operator: str,
+    block_size: int,
+    shard: Callable[[PreTrainedModel, list[torch.optim.Optimizer]], tuple],
+):
+    """
+    `grow` for a model under `torch.distributed.fsdp.fully_shard`. Every rank gathers parameters and optimizer states,
+    grows them, and `shard`, which takes and returns `(model, optimizers)`, shards the result as the caller wants it;
+    the states then follow their parameters.
+
+    Returns:
+        What `shard` returned.
+    """
+    whole_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    whole = whole_class(copy.deepcopy(model.config))
+    whole.load_state_dict({name: _gathered(value) for name, value in model.state_dict().items()})
+    whole.train(model.training)
+    if getattr(model, "is_gradient_checkpointing", False):
+        whole.activation_checkpointing_enable()
+    twins = dict(whole.named_parameters())
+    of_sharded = {parameter: twins[name] for name, parameter in model.named_parameters()}
+    for sharded, twin in of_sharded.items():
+        twin.requires_grad_(sharded.requires_grad)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [of_sharded[parameter] for parameter in group["params"]]
+        state = {
+            of_sharded[parameter]: {name: _gathered(value) for name, value in values.items()}
+            for parameter, values in optimizer.state.items()
+        }
+        optimizer.state.clear()
+        optimizer.state.update(state)
+    grow(whole, operator, block_size, optimizers)
+    names = {parameter: name for name, parameter in whole.named_parameters()}
+    states = [{names[parameter]: values for parameter, values in optimizer.state.items()} for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    prepared, prepared_optimizers = shard(whole, list(optimizers))
+    sharded = {name.removeprefix("module."): parameter for name, parameter in prepared.named_parameters()}
+    for optimizer, state in zip(_raw(prepared_optimizers), states, strict=True):
+        for name, values in state.items():
+            parameter = sharded[name]
+            optimizer.state[parameter] = {key: _sharded_like(parameter, value) for key, value in values.items()}
+    return prepared, prepared_optimizers
+
+
+def _gathered(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _sharded_like(parameter: torch.Tensor, value):
+    if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
 
 
 @dataclass(frozen=True)

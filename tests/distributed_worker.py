@@ -8,6 +8,7 @@ process, and compares.
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import TINY_MODELS, randomise
@@ -17,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from modeling_looped import GrownLlamaConfig, GrownLlamaForCausalLM
+from modeling_looped.conversion.depth import grow_checkpoint
+from modeling_looped.growth import grow_sharded
 from modeling_looped.keyed_noise import NoiseKey, set_noise_key
+from modeling_looped.recipes.optimizers import make_adamw
+from modeling_looped.recipes.pretrain import PretrainRecipe, newest_checkpoint, pretrain
+from modeling_looped.recipes.tokens import TokenRows
 
 
 # Model fields of each training run. `family`, `checkpointing` and `unused` (parameters that some steps leave without
@@ -162,7 +169,88 @@ def tp(rank: int, folder: Path) -> dict:
     return results
 
 
-CASES = {"ddp": ddp, "fsdp": fsdp, "fsdp_plan": fsdp_plan, "tp": tp}
+def growing_model():
+    config = GrownLlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_hidden_layers=6,
+        max_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+    return randomise(GrownLlamaForCausalLM(config), std=0.1)
+
+
+GROWING = PretrainRecipe(
+    total_steps=12, batch_size=4, decay="trapezoid", warmup_steps=1, precision="no", optimizer="adamw", adamw_lr=1e-3,
+    growth_operator="lidas", growth_block_size=2, checkpoint_every=100,
+)  # fmt: skip
+
+
+def growing_run(folder: Path, limit_seconds: float | None = None) -> list[float]:
+    stream = np.random.default_rng(3).integers(1, 97, 2000).astype(np.int32)
+    result = pretrain(growing_model(), TokenRows(stream, 16), GROWING, folder, progress=False, limit_seconds=limit_seconds)
+    return result.losses
+
+
+def grow(rank: int, folder: Path) -> dict:
+    """DDP under Accelerate: growing in the run, and growing the file between runs that end at every step."""
+    whole = growing_run(folder / "whole")
+    after = GROWING.growth_steps(growing_model().config)
+    losses, stage = [], 0
+    while len(losses) < GROWING.total_steps:
+        if len(losses) in after:
+            source = newest_checkpoint(folder / f"stage-{stage}")
+            stage += 1
+            if rank == 0:
+                grow_checkpoint(str(source), str(folder / f"stage-{stage}" / source.name), "lidas", 2)
+            dist.barrier()
+        losses += growing_run(folder / f"stage-{stage}", limit_seconds=0)
+    return {"whole": torch.tensor(whole), "by file": torch.tensor(losses), "growths": after}
+
+
+def sharded_losses(model, optimizer, steps: range, rank: int, ranks: int) -> list[float]:
+    losses = []
+    for step in steps:
+        rows, labels = global_batch(step)
+        mine = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
+        count = (labels[:, 1:] != -100).sum()
+        loss = model(rows[mine], labels=labels[mine], num_items_in_batch=count, use_cache=False).loss
+        (loss * ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def sharded(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def shard_and_adopt(model, optimizers):
+    """What Accelerate does for FSDP2: the optimizer's parameters become the sharded ones."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names[p] for p in group["params"]] for group in optimizers[0].param_groups]
+    parameters = dict(sharded(model).named_parameters())
+    for group, members in zip(optimizers[0].param_groups, groups):
+        group["params"] = [parameters[name] for name in members]
+    return model, optimizers
+
+
+def grow_fsdp(rank: int, folder: Path) -> dict:
+    model = sharded(growing_model()).train()
+    (optimizer,) = make_adamw(model, 1e-2, 0.1)
+    losses = sharded_losses(model, optimizer, range(3), rank, 2)
+    model, (optimizer,) = grow_sharded(model, [optimizer], "lidas", 2, shard_and_adopt)
+    losses += sharded_losses(model, optimizer, range(3, 6), rank, 2)
+    known = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(map(id, known)) == sorted(map(id, model.parameters()))
+    assert all(isinstance(optimizer.state[parameter]["exp_avg"], DTensor) for parameter in known)
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    return {"losses": losses, "weights": {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}}
+
+
+CASES = {"grow": grow, "grow_fsdp": grow_fsdp, "ddp": ddp, "fsdp": fsdp, "fsdp_plan": fsdp_plan, "tp": tp}
 
 if __name__ == "__main__":
     case, folder = sys.argv[1], Path(sys.argv[2])

@@ -12,6 +12,9 @@ import torch
 from conftest import TINY_MODELS
 from safetensors.torch import load_file
 
+from modeling_looped.growth import grow
+from modeling_looped.recipes.optimizers import make_adamw
+
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -20,6 +23,7 @@ def run_two_ranks(case: str, folder: Path) -> list[dict]:
     """What each of two torchrun ranks left after `case` in distributed_worker.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment["ACCELERATE_USE_CPU"] = "true"
     log = folder / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -112,6 +116,35 @@ def test_tensor_parallel_ranks_predict_as_one_process(tmp_path, tiny):
             else:
                 torch.testing.assert_close(rank[name], value, rtol=0, atol=1e-5, msg=lambda m: f"{name}: {m}")
     assert_saved_unchanged(tmp_path)
+
+
+def test_growing_on_two_ranks_equals_growing_the_file_and_one_process(tmp_path):
+    two = run_two_ranks("grow", tmp_path)
+    assert two[0]["growths"] == [2, 5]
+    for rank in two:
+        assert torch.equal(rank["whole"], rank["by file"])
+    one = torch.tensor(worker.growing_run(tmp_path / "one"))
+    torch.testing.assert_close(two[0]["whole"], one, rtol=0, atol=1e-5)
+    left, right = (load_file(tmp_path / run / "step-12" / "model.safetensors") for run in ("whole", "one"))
+    assert left.keys() == right.keys() and "model.layers.5.mlp.up_proj.weight" in left
+    for name, value in right.items():  # AdamW divides by the root of squares, rounding of small gradients included
+        torch.testing.assert_close(left[name], value, rtol=0, atol=1e-4)
+
+
+def test_a_sharded_model_grows_and_trains_on_as_one_process(tmp_path):
+    two = run_two_ranks("grow_fsdp", tmp_path)
+    model = worker.growing_model().train()
+    optimizers = make_adamw(model, 1e-2, 0.1)
+    losses = worker.sharded_losses(model, optimizers[0], range(3), 0, 1)
+    grow(model, "lidas", 2, optimizers)
+    losses += worker.sharded_losses(model, optimizers[0], range(3, 6), 0, 1)
+    weights = dict(model.named_parameters())
+    assert len(model.model.layers) == 8 and losses[5] < losses[0]
+    for rank in two:
+        torch.testing.assert_close(rank["losses"], torch.stack(losses), rtol=0, atol=1e-5)
+        assert rank["weights"].keys() == weights.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(rank["weights"][name], value.detach(), rtol=0, atol=1e-4)
 
 
 def assert_saved_unchanged(checkpoint: Path) -> None:
