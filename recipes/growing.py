@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from modeling_looped import GrownLlamaConfig
+from modeling_looped import DepthPlan, GrownLlamaConfig
 from modeling_looped.accounting import grown_flops_per_token
 from modeling_looped.looping import loop
 
@@ -364,11 +364,12 @@ def _plot(recipe: GrowingRecipe, rows: list[dict[str, str]]) -> None:
 def _plot_repeats(recipe: GrowingRecipe, rows: list[dict[str, str]]) -> None:
     """The change in held-out loss by where the repeated block starts; a panel for each number of repeats."""
     plt, colours, changes = _pyplot(), _colours(recipe), _changes(rows)
+    depths = {system: DepthPlan.parse(stack.depth_plan).effective_depth for system, stack in recipe.systems.items()}
     figure, panels = plt.subplots(1, len(recipe.repeats), figsize=(5.4 * len(recipe.repeats), 4.2), sharey=True,
                                   layout="constrained", squeeze=False)  # fmt: skip
     for axes, repeats in zip(panels[0], recipe.repeats):
         for (system, number), by_start in changes.items():
-            if number != repeats or (len(by_start) > 1 and recipe.systems[system].depth_plan != "24x1"):
+            if number != repeats or depths[system] < max(depths.values()):
                 continue
             starts = sorted(by_start)
             means = [statistics.mean(by_start[start]) for start in starts]
@@ -377,9 +378,13 @@ def _plot_repeats(recipe: GrowingRecipe, rows: list[dict[str, str]]) -> None:
         axes.axhline(0, color="0.7", linewidth=0.8, zorder=0)
         axes.set_title(f"{repeats} additional pass{'es' if repeats > 1 else ''} over {recipe.repeat_block} layers", fontsize=10)
         axes.set_xlabel("first layer of the block (diamonds: the looped block)")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("change in held-out loss (nats per token)")
     panels[0][0].set_yscale("symlog", linthresh=0.01)
+    panels[0][0].margins(y=0.05)
+    lowest, highest = (bound(values for by in changes.values() for seeds in by.values() for values in seeds) for bound in (min, max))
+    panels[0][0].set_ylim(min(-0.005, 1.3 * lowest), 1.3 * highest)
     panels[0][0].legend(frameon=False, fontsize=8)
     _save(figure, recipe.repeat_figure)
 
