@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from modeling_looped.depth_sampling import DepthSampler
 from modeling_looped.growth import OPERATORS, grow, grow_prepared, growth_schedule, growth_steps, shrink
 from modeling_looped.keyed_noise import NoiseKey, set_noise_key
+from modeling_looped.looping import add_recurrence
 
 from .optimizers import fastest_dtype, make_adamw, make_optimizers
 from .tokens import TokenRows
@@ -63,6 +64,10 @@ class PretrainRecipe:
     )
     growth_block_size: int = field(default=4, metadata={"help": "Layers of the initial stack, and of each growth."})
     growth_alpha: float = field(default=1.0, metadata={"help": "PROP-alpha: stage i gets steps in proportion to i^alpha."})
+    retrofit_layers: list | None = field(
+        default=None,
+        metadata={"help": "[start, stop): these layers run once more than in the model given, as in the paper's cooldown."},
+    )
     precision: str = field(default="auto", metadata={"help": "bf16 autocast, no, or auto: bf16 where it is faster."})
     activation_checkpointing: bool = field(default=False, metadata={"help": "Recompute each layer in the backward."})
     checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
@@ -84,6 +89,11 @@ class PretrainRecipe:
                 f"decay_steps={self.decay_steps} must be between 1 and total_steps={self.total_steps}, with "
                 f"decay='trapezoid' (it is {self.decay!r})."
             )
+        if self.retrofit_layers is not None:
+            if len(self.retrofit_layers) != 2 or not all(isinstance(layer, int) for layer in self.retrofit_layers):
+                raise ValueError(f"retrofit_layers={self.retrofit_layers!r} must be two whole numbers, such as [8, 12].")
+            if self.growth_operator is not None:
+                raise ValueError(f"retrofit_layers={self.retrofit_layers!r} loops a stack that growth_operator grows: in turn.")
         if self.precision not in ("auto", "bf16", "no"):
             raise ValueError(f"precision={self.precision!r} must be 'auto', 'bf16' or 'no' (fp16 is unusable on CPUs).")
 
@@ -150,7 +160,8 @@ def pretrain(
     Trains `model` in place, from the newest checkpoint under `output_dir` if there is one.
 
     With `growth_operator`, `model` is a dense GrownLlama of the final depth; training starts from a new one of
-    `growth_block_size` layers, and `model` has the trained layers in the end.
+    `growth_block_size` layers, and `model` has the trained layers in the end. With `retrofit_layers`, `model` is given
+    without that recurrence, in a continued run too.
 
     Row order, depths and learning rates are functions of the step, so a continued run repeats what an uninterrupted
     one would have done. SIGINT, SIGTERM and the end of `limit_seconds` write a checkpoint after the step at hand and
@@ -178,6 +189,8 @@ def pretrain(
             "micro-steps: make it a multiple."
         )
     output_dir = Path(output_dir)
+    if recipe.retrofit_layers is not None:
+        add_recurrence(model, *recipe.retrofit_layers)
     sampler = recipe.depth_sampler(model.config)
     grows_after = recipe.growth_steps(model.config)
     checkpoint = newest_checkpoint(output_dir)

@@ -432,6 +432,25 @@ def test_a_run_killed_after_any_step_repeats_itself_through_its_growths(tmp_path
     assert left.config.history == right.config.history
 
 
+def test_a_retrofitted_recurrence_trains_through_both_passes_and_continues(tmp_path):
+    """Section 4.2: the third block of the paper is the second of these eight layers."""
+    settings = recipe(growth_operator=None, retrofit_layers=[2, 4], total_steps=6, optimizer="adamw")
+    model = new_model()
+    whole = pretrain(model, rows(), settings, tmp_path / "whole", progress=False).losses
+    assert model.config.depth_plan == "Loop(2-2x2-4)" and model.config.num_hidden_layers == 10
+    assert model.config.trained_recurrences == 2
+    assert stop_after(6, new_model(), tmp_path / "killed", settings) == whole
+    again = GrownLlamaForCausalLM.from_pretrained(newest_checkpoint(tmp_path / "killed"))
+    assert again.config.depth_plan == "Loop(2-2x2-4)"
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    plain = pretrain(new_model(), rows(), recipe(growth_operator=None, total_steps=6, optimizer="adamw"), tmp_path / "plain")
+    assert plain.losses[0] != whole[0]
+    with pytest.raises(ValueError, match=r"retrofit_layers=\[2\] must be two whole numbers"):
+        recipe(growth_operator=None, retrofit_layers=[2])
+    with pytest.raises(ValueError, match="that growth_operator grows"):
+        recipe(retrofit_layers=[2, 4])
+
+
 def test_recipes_of_growth_that_do_not_fit_are_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="growth_operator='twice' must be"):
         recipe(growth_operator="twice")
