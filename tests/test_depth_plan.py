@@ -1,5 +1,7 @@
 """The depth plan: the one place that knows in which order layers run."""
 
+import random
+
 import pytest
 
 from modeling_looped import DepthPlan
@@ -56,6 +58,72 @@ def test_edits_of_the_order():
     assert dense == DepthPlan.parse("8x1"), "edits return new plans"
 
 
+@pytest.mark.parametrize("text", ["24x1", "Loop(4x6)", "Loop(4-4x4-4)"])
+def test_swaps_are_involutions_and_permutations_with_a_place_for_every_start(text):
+    plan = DepthPlan.parse(text)
+    for length, places in ((1, 23), (2, 21), (4, 17), (8, 9), (12, 1)):
+        for s in range(places):
+            swapped = plan.swap(s, length)
+            assert sorted(swapped.order) == sorted(plan.order) and swapped.effective_depth == 24
+            back = swapped.swap(s, length)
+            assert back == plan and back.ends == plan.ends and back.sections == plan.sections
+        for s in (-1, places):
+            with pytest.raises(ValueError, match="s="):
+                plan.swap(s, length)
+
+
+def test_a_repeat_of_the_looped_block_is_as_many_recurrences_more():
+    for text, start, stop in (("Loop(4x6)", 0, 4), ("Loop(4-4x4-4)", 4, 8), ("Loop(1-2x1-1)", 1, 3)):
+        plan = DepthPlan.parse(text)
+        prelude, core, recurrences, coda = plan.sections
+        for times in (1, 2, 4):
+            expected = DepthPlan.looped(prelude, core, recurrences + times, coda)
+            for repeated in (plan.repeat(start, stop, times), repeated_one_by_one(plan, start, stop, times)):
+                assert (repeated, repeated.ends, repeated.sections) == (expected, expected.ends, expected.sections)
+    assert DepthPlan.parse("24x1").repeat(8, 12, 1).order == (*range(12), *range(8, 24))  # a retrofitted block
+    assert DepthPlan.parse("24x1").repeat(8, 12, 1).effective_depth == 28
+
+
+def repeated_one_by_one(plan: DepthPlan, start: int, stop: int, times: int) -> DepthPlan:
+    for _ in range(times):
+        plan = plan.repeat(start, stop, 1)
+    return plan
+
+
+def test_edits_inside_of_a_pass_leave_the_passes_where_they_are():
+    # prelude 0 | core 1 2 3 4 | coda 5: what is repeated inside of the core is no recurrence.
+    plan = DepthPlan.looped(1, 4, 1, 1)
+    for times in (1, 2, 3):
+        for edited in (plan.repeat(2, 4, times), repeated_one_by_one(plan, 2, 4, times)):
+            assert edited.ends == (1, 5 + 2 * times, 6 + 2 * times) and edited.passes == 1
+    assert plan.repeat(2, 4, 1).skip(2, 2).ends == plan.ends
+    assert plan.repeat(1, 5, 1).ends == (1, 5, 9, 10), "and the whole core is one"
+    twice = DepthPlan.looped(1, 4, 2, 1)
+    assert repeated_one_by_one(twice, 2, 4, 2).ends == twice.repeat(2, 4, 2).ends == (1, 5, 13, 14)
+    assert twice.swap(1, 2).ends == twice.ends == twice.reverse(0, 9).ends
+    assert plan.repeat(0, 1, 2).ends == (3, 7, 8), "the prelude grows"
+    assert plan.repeat(5, 6, 2).ends == (1, 5, 8), "the coda grows"
+    assert plan.skip(0, 1).ends == (0, 4, 5) and plan.skip(5, 1).ends == (1, 5, 5) and plan.skip(0, 3).ends == (0, 2, 3)
+
+
+def test_whatever_the_edits_every_position_has_a_slot_and_a_section():
+    draw = random.Random(0)
+    for _ in range(300):
+        plan = DepthPlan.looped(draw.randint(0, 2), draw.randint(1, 3), draw.randint(1, 3), draw.randint(0, 2))
+        for _ in range(4):
+            depth, length = plan.effective_depth, draw.randint(1, 3)
+            kind = draw.choice(["repeat", "swap", "skip", "reverse"])
+            start = draw.randint(0, depth)
+            try:
+                plan = plan.repeat(start, start + length, 1) if kind == "repeat" else getattr(plan, kind)(start, length)
+            except ValueError:
+                continue
+            assert sorted(plan.cache_slots) == list(range(plan.effective_depth))
+            assert list(plan.ends) == sorted(plan.ends) and plan.ends[0] >= 0 and plan.ends[-1] == plan.effective_depth
+            assert plan.passes >= 1
+            assert plan.effective_depth == 1 or DepthPlan.parse(str(plan)) == plan
+
+
 def test_growth_at_birth_is_a_repeat():
     # 8 -> 12 layers, LIDAS: the grown stack's sources are the small stack with layers [2, 6) run twice.
     assert DepthPlan.parse("8x1").repeat(2, 6, 1).order == (0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7)
@@ -92,9 +160,24 @@ def test_a_wrong_plan_is_refused_with_the_part_that_is_wrong(text, named):
         lambda plan: plan.reverse(6, 3),
         lambda plan: plan.repeat(4, 4, 1),
         lambda plan: plan.repeat(6, 9, 1),
-        lambda plan: plan.repeat(0, 2, 0),
+        lambda plan: plan.repeat(0, 2, 0),  # the identity is no edit
+        lambda plan: plan.repeat(0, 2, -1),
+        lambda plan: plan.repeat(3, 2, 1),
+        lambda plan: plan.repeat(-1, 2, 1),
+        lambda plan: plan.repeat("0", 2, 1),
+        lambda plan: plan.repeat(0, 2.0, 1),
+        lambda plan: plan.repeat(0, 2, True),
+        lambda plan: plan.repeat(False, 2, 1),
+        lambda plan: plan.swap(0, 0),
+        lambda plan: plan.swap(0, 5),
+        lambda plan: plan.swap(0.5, 1),
+        lambda plan: plan.swap("0", 1),
+        lambda plan: plan.skip(8, 1),
+        lambda plan: plan.skip(0, None),
+        lambda plan: plan.reverse(0, 9),
     ],
 )
 def test_an_edit_outside_the_plan_is_refused(edit):
-    with pytest.raises(ValueError, match="8x1"):
+    with pytest.raises(ValueError, match="8x1") as error:
         edit(DepthPlan.parse("8x1"))
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")

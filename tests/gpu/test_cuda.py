@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 from modeling_looped import (
+    GrownLlamaConfig,
     LoopedGPTConfig,
     LoopedGPTForCausalLM,
     MixtureOfRecursionsConfig,
@@ -30,8 +31,10 @@ def model(injection: str = "linear", dtype: torch.dtype = torch.float32, **field
 
 
 def other_model(config_class: type, **fields) -> PreTrainedModel:
-    """The same of a RecurrentGPT, or of the mixture that has its shape."""
-    shape = {"vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4, "num_core_layers": 2, "num_recurrences": 4}
+    """The same of another family."""
+    shape = {"vocab_size": 512, "hidden_size": 256, "num_attention_heads": 4}
+    if config_class is not GrownLlamaConfig:
+        shape |= {"num_core_layers": 2, "num_recurrences": 4}
     torch.manual_seed(0)
     built = AutoModelForCausalLM.from_config(config_class(**shape, pad_token_id=0, **fields))
     with torch.no_grad():
@@ -47,6 +50,7 @@ OTHERS = [
     (RecurrentGPTConfig, {"state_init": "noise", "gate": "none"}),
     (MixtureOfRecursionsConfig, {}),
     (MixtureOfRecursionsConfig, {"routing": "token_choice"}),
+    (GrownLlamaConfig, {"intermediate_size": 512, "depth_plan": "Loop(1-2x4-1)"}),
 ]
 
 
