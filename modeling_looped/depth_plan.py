@@ -154,32 +154,40 @@ class DepthPlan:
         Raises:
             `ValueError`: where the plan does not run these layers one after the other.
         """
+        self._whole(times=times, start=start, stop=stop)
         self._check(times=(times, 1, None), start=(start, 0, None), stop=(stop, start + 1, None))
         block = tuple(range(start, stop))
         for end in range(self.effective_depth, len(block) - 1, -1):
             if self.order[end - len(block) : end] == block:
                 return self._edited(self.order[:end] + block * times + self.order[end:], end, len(block) * times)
-        raise ValueError(f"Depth plan {self} does not run the layers {start} to {stop - 1} one after the other.")
+        raise ValueError(
+            f"Depth plan {self} does not run the layers {start} to {stop - 1} one after the other: choose start and stop "
+            "such that it does."
+        )
 
     def swap(self, s: int, length: int) -> "DepthPlan":
         """The executed positions [s, s+length) and [s+length, s+2*length) exchanged."""
+        self._whole(length=length, s=s)
         self._check(length=(length, 1, self.effective_depth // 2), s=(s, 0, self.effective_depth - 2 * length))
         middle, end = s + length, s + 2 * length
         return self._edited(self.order[:s] + self.order[middle:end] + self.order[s:middle] + self.order[end:])
 
     def skip(self, s: int, length: int) -> "DepthPlan":
         """The executed positions [s, s+length) left out."""
+        self._whole(length=length, s=s)
         self._check(length=(length, 1, self.effective_depth - 1), s=(s, 0, self.effective_depth - length))
         return self._edited(self.order[:s] + self.order[s + length :], s + length, -length)
 
     def reverse(self, s: int, length: int) -> "DepthPlan":
         """The executed positions [s, s+length) in reverse."""
+        self._whole(length=length, s=s)
         self._check(length=(length, 1, self.effective_depth), s=(s, 0, self.effective_depth - length))
         return self._edited(self.order[:s] + self.order[s : s + length][::-1] + self.order[s + length :])
 
     def _edited(self, order: tuple[int, ...], position: int = 0, longer: int = 0) -> "DepthPlan":
         """`order` with the `ends` of this plan, when `longer` positions came (or fewer than none: went) before `position`."""
-        if self.sections is not None and (recurrences := self._recurrences_of(order)) is not None:
+        whole = self.sections is not None and self.ends == DepthPlan.looped(*self.sections).ends
+        if whole and (recurrences := self._recurrences_of(order)) is not None:
             prelude, core, _, coda = self.sections
             return DepthPlan(order, _find_loop(order), DepthPlan.looped(prelude, core, recurrences, coda).ends)
         start = position + min(longer, 0)
@@ -193,9 +201,14 @@ class DepthPlan:
         is_loop = not rest and recurrences > 0
         return recurrences if is_loop and DepthPlan.looped(prelude, core, recurrences, coda).order == order else None
 
+    def _whole(self, **values) -> None:
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value!r} does not fit depth plan {self}: it must be a whole number.")
+
     def _check(self, **bounds: tuple[int, int, int | None]) -> None:
         for name, (value, low, high) in bounds.items():
-            if not isinstance(value, int) or value < low or (high is not None and value > high):
+            if value < low or (high is not None and value > high):
                 upper = "" if high is None else f" and at most {high}"
                 raise ValueError(f"{name}={value!r} does not fit depth plan {self}: it must be at least {low}{upper}.")
 

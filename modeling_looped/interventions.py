@@ -107,7 +107,9 @@ def _set_edits(model: PreTrainedModel, edits: tuple) -> None:
         plan = config.base_plan(config.num_recurrences)
     else:
         _check_architecture(model, config)
-        layers = layers.original if isinstance(layers, PlannedLayers) else layers
+        if isinstance(layers, PlannedLayers):
+            layers.original.training = layers.training
+            layers = layers.original
         plan = DepthPlan.looped(0, len(layers), 1, 0)
     for name, arguments in edits:
         plan = getattr(plan, name)(*arguments)

@@ -15,6 +15,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .configuration_looped import check_savable
 from .depth_plan import DepthPlan
 from .keyed_noise import Noise
 from .looped_cache import SharedKeyValues, check_cache, slot_schedule
@@ -35,6 +36,10 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
+
+    def save_pretrained(self, *args, **kwargs):
+        check_savable(self.config.plan_edits)
+        return super().save_pretrained(*args, **kwargs)
 
 
 @dataclass
@@ -139,7 +144,7 @@ class LoopedModelMixin:
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         config = self.config
         plan = self._checked_plan(num_recurrences)
-        num_recurrences = plan.passes
+        asked, num_recurrences = num_recurrences, plan.passes  # edits come on top of what was asked for
         schedule = slot_schedule(plan, config.kept_recurrences(num_recurrences))
         layers = self.unique_layers()
 
@@ -168,7 +173,7 @@ class LoopedModelMixin:
             **self.mask_options,
         )
         if use_cache and cache is None and self.fills_cache():
-            cache = DynamicCache(config=config.cache_config(num_recurrences))
+            cache = DynamicCache(config=config.cache_config(asked))
         key_values = self._key_values(cache, num_recurrences)
         embeddings, position_embeddings = self.embed(inputs_embeds, position_ids, cache)
         for_layers = {

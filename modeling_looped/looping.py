@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from .configuration_looped import require_int
 from .decoder_stack import DecoderStack, decoder_stack, renumber
 from .interventions import PlanEdit, PlannedConfig, executed_plan, plan_edits, repeat
 
@@ -32,6 +33,7 @@ def loop(model: PreTrainedModel, start: int, stop: int, repeats: int) -> PlanEdi
     Raises:
         `ValueError`: for a range that the model does not run, or an architecture that cannot be looped.
     """
+    require_int("repeats", repeats, 1)
     return repeat(model, start, stop, repeats)
 
 
@@ -40,7 +42,9 @@ def load(path: str, auto_class: type = AutoModelForCausalLM, **kwargs) -> PreTra
     `auto_class.from_pretrained(path, **kwargs)` with the loops that `save_pretrained` of a looped model wrote. The same
     as `from_pretrained` where there are none.
     """
-    return apply_loops(auto_class.from_pretrained(path, **kwargs))
+    loaded = auto_class.from_pretrained(path, **kwargs)
+    apply_loops(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
 
 
 def apply_loops(model: PreTrainedModel) -> PreTrainedModel:
@@ -83,10 +87,10 @@ def unroll(model: PreTrainedModel, num_recurrences: int | None = None) -> PreTra
     Raises:
         `ValueError`: for families whose passes are more than their layers, or adapters that are not merged.
     """
-    config = model.config
     if hasattr(model, "peft_config") or any("lora_" in name for name, _ in model.named_parameters()):
         raise ValueError(f"{type(model).__name__} holds adapters: merge_and_unload() them before unrolling.")
     stack = decoder_stack(model)
+    config = model.config
     if hasattr(stack.config, "plan") and not hasattr(stack.config, "depth_plan"):
         raise ValueError(
             f"{type(model).__name__} does more between its passes than run layers, which no plain decoder does: only "
@@ -119,10 +123,29 @@ def unroll(model: PreTrainedModel, num_recurrences: int | None = None) -> PreTra
         with model.device:
             return model_class(plain)
     unrolled = model_class.from_pretrained(
-        None, config=plain, state_dict=_unrolled_state(model, stack, order, model_class), dtype=model.dtype
+        None,
+        config=plain,
+        state_dict=_unrolled_state(model, stack, order, model_class),
+        dtype=model.dtype,
+        attn_implementation=config._attn_implementation,
     )
+    _check_copies(stack, decoder_stack(unrolled), order)
+    unrolled.config._name_or_path = unrolled.name_or_path = ""  # transformers would say "None"
     unrolled.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     return unrolled.to(model.device).train(model.training)
+
+
+def _check_copies(stack: DecoderStack, copies: DecoderStack, order: tuple[int, ...]) -> None:
+    """Raises `ValueError` where a layer does something else further down, because it knows its number."""
+    for layer, copied in zip(order, copies.unique_layers, strict=True):
+        for one, other in zip(stack.unique_layers[layer].modules(), copied.modules(), strict=True):
+            for name, value in vars(one).items():
+                of_the_run = name in ("layer_idx", "training", "gradient_checkpointing")
+                if isinstance(value, (int, float, str)) and not of_the_run and vars(other).get(name) != value:
+                    raise ValueError(
+                        f"{type(one).__name__}.{name} follows from the layer's number, so that its copy at position "
+                        f"{getattr(other, 'layer_idx', '?')} computes something else: this model cannot be unrolled."
+                    )
 
 
 def _llama_config(config, num_hidden_layers: int) -> LlamaConfig:
