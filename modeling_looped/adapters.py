@@ -14,7 +14,9 @@ class AdaptersByRecurrence:
 
     def __init__(self, model: nn.Module, adapters: tuple[str, ...]):
         self._stack = decoder_stack(model)
-        self._tellers = [self._stack.layers] if isinstance(self._stack.layers, PlannedLayers) else self._stack.unique_layers
+        self._tellers = (
+            [self._stack.layers] if isinstance(self._stack.layers, PlannedLayers) else self._stack.unique_layers
+        )
         self._layers: list[nn.Module] = []
         self._hooks, self._before = [], []
         for layer in self._stack.unique_layers:
@@ -25,7 +27,9 @@ class AdaptersByRecurrence:
                 missing = [name for name in adapters if name not in module.lora_A]
                 if missing:
                     self.undo()
-                    raise ValueError(f"adapters: a layer has no adapter {missing[0]!r}, only {', '.join(module.lora_A)}.")
+                    raise ValueError(
+                        f"adapters: a layer has no adapter {missing[0]!r}, only {', '.join(module.lora_A)}."
+                    )
                 self._before.append((module, module._active_adapter))
                 for name, parameter in module.named_parameters():
                     if any(f".{adapter}." in f".{name}." for adapter in adapters):

@@ -15,7 +15,9 @@ def _of_the_plan(index: int, name: str) -> property:
         return self._counts[index]
 
     def setter(self, value):
-        raise ValueError(f"{name}={value!r} cannot be set: it follows from depth_plan={self.depth_plan!r}, so change that.")
+        raise ValueError(
+            f"{name}={value!r} cannot be set: it follows from depth_plan={self.depth_plan!r}, so change that."
+        )
 
     return property(getter, setter, doc=f"`{name}` of the plan, read-only.")
 
@@ -165,7 +167,9 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
         if value != self.num_recurrences:
             prelude, core, _, coda = self._counts
             once = f"{prelude}-", f"-{coda}"
-            self.depth_plan = f"Loop({once[0] if prelude or coda else ''}{core}x{value}{once[1] if prelude or coda else ''})"
+            self.depth_plan = (
+                f"Loop({once[0] if prelude or coda else ''}{core}x{value}{once[1] if prelude or coda else ''})"
+            )
 
     def check_recurrences(self, num_recurrences: int) -> None:
         require_int("num_recurrences", num_recurrences, 1)

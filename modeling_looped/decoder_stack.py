@@ -41,7 +41,9 @@ def decoder_stack(model: PreTrainedModel) -> DecoderStack:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is not a transformers model: unwrap it first (accelerator.unwrap_model).")
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model: unwrap it first (accelerator.unwrap_model)."
+        )
     config = model.config.get_text_config(decoder=True)
     for owner in model.modules():
         if hasattr(owner, "unique_layers"):

@@ -137,7 +137,9 @@ def _check_architecture(model: PreTrainedModel, config: PreTrainedConfig) -> Non
     state = getattr(model, "_is_stateful", False)
     if other or shares or state or getattr(config, "add_cross_attention", False):
         why = f"layers of type {', '.join(sorted(other))}" if other else ""
-        why = why or (f"num_kv_shared_layers={shares}" if shares else "recurrent states" if state else "cross-attention")
+        why = why or (
+            f"num_kv_shared_layers={shares}" if shares else "recurrent states" if state else "cross-attention"
+        )
         raise ValueError(
             f"{type(model).__name__} has {why}, whose caches know layers by their number: only decoders whose layers "
             "cache their own keys and values can run in another order."

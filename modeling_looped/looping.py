@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from .configuration_looped import require_int
 from .decoder_stack import DecoderStack, decoder_stack, renumber
-from .interventions import PlanEdit, PlannedConfig, executed_plan, plan_edits, repeat
+from .interventions import PlanEdit, PlannedConfig, executed_plan, repeat
 
 
 def loop(model: PreTrainedModel, start: int, stop: int, repeats: int) -> PlanEdit:
@@ -100,7 +100,9 @@ def unroll(model: PreTrainedModel, num_recurrences: int | None = None) -> PreTra
         if num_recurrences is not None:
             config.check_recurrences(num_recurrences)
         if config.shares_kv(num_recurrences):
-            raise ValueError(f"kv_sharing={config.kv_sharing!r} shares keys between passes, which layers do not: set 'all'.")
+            raise ValueError(
+                f"kv_sharing={config.kv_sharing!r} shares keys between passes, which layers do not: set 'all'."
+            )
         order = config.plan(num_recurrences).order
         model_class = getattr(transformers, type(model).__name__.replace("Grown", "", 1))
         plain = _llama_config(config, len(order))

@@ -94,7 +94,9 @@ class Run:
         flops = []
         for step in range(self.recipe.total_steps):
             left = sum(after > step for after in grows_after)  # growths that are still to come
-            flops.append(per_step * grown_flops_per_token(self.config, num_layers=self.config.num_hidden_layers - left * block))
+            flops.append(
+                per_step * grown_flops_per_token(self.config, num_layers=self.config.num_hidden_layers - left * block)
+            )
         return flops
 
 
@@ -202,12 +204,15 @@ def read_recipe(name: str) -> GrowingRecipe:
             values["training"] = checked(PretrainRecipe, values["training"], f"{name}, training")
         if isinstance(values.get("systems"), dict):
             values["systems"] = {
-                system: checked(Stack, stack, f"{name}, systems, {system}") for system, stack in values["systems"].items()
+                system: checked(Stack, stack, f"{name}, systems, {system}")
+                for system, stack in values["systems"].items()
             }
     return checked(GrowingRecipe, values, name)
 
 
-def planned_runs(recipe: GrowingRecipe, tokenizer, systems: list[str] | None = None, seeds: list[int] | None = None) -> list[Run]:
+def planned_runs(
+    recipe: GrowingRecipe, tokenizer, systems: list[str] | None = None, seeds: list[int] | None = None
+) -> list[Run]:
     """All runs, seed after seed, so that a study that is stopped has whole seeds."""
     runs = []
     for seed in recipe.seeds if seeds is None else seeds:
@@ -222,7 +227,9 @@ def planned_runs(recipe: GrowingRecipe, tokenizer, systems: list[str] | None = N
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
             )
-            runs.append(Run(system, seed, config, replace(recipe.training, seed=seed, growth_operator=stack.growth_operator)))
+            runs.append(
+                Run(system, seed, config, replace(recipe.training, seed=seed, growth_operator=stack.growth_operator))
+            )
     return runs
 
 
@@ -342,7 +349,13 @@ def _plot(recipe: GrowingRecipe, rows: list[dict[str, str]]) -> None:
     for system, runs in _by_system(rows).items():
         curves = [list(map(float, run["training_curve"].split())) for run in runs]
         mean = [statistics.mean(points) for points in zip(*curves)]
-        left.plot([CURVE_STEPS * (i + 0.5) for i in range(len(mean))], mean, color=colours[system], label=system, linewidth=1.4)
+        left.plot(
+            [CURVE_STEPS * (i + 0.5) for i in range(len(mean))],
+            mean,
+            color=colours[system],
+            label=system,
+            linewidth=1.4,
+        )
         for run in runs:
             x, y = int(run["training_flops"]) / 1e12, float(run["nats_per_token"])
             right.plot(x, y, "o", color=colours[system], markersize=5, alpha=0.8, markeredgewidth=0)
@@ -354,7 +367,9 @@ def _plot(recipe: GrowingRecipe, rows: list[dict[str, str]]) -> None:
         left.axvline(step, color="0.75", linewidth=0.8, linestyle=":", zorder=0)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    left.set(xlabel="optimizer step (dotted: MIDAS and LIDAS grow by 4 layers)", ylabel="training loss (nats per token)")
+    left.set(
+        xlabel="optimizer step (dotted: MIDAS and LIDAS grow by 4 layers)", ylabel="training loss (nats per token)"
+    )
     right.set(xlabel="training TFLOP", ylabel="held-out loss (nats per token)")
     right.margins(x=0.25, y=0.12)
     left.legend(frameon=False, fontsize=8)
@@ -376,14 +391,18 @@ def _plot_repeats(recipe: GrowingRecipe, rows: list[dict[str, str]]) -> None:
             axes.plot(starts, means, marker="D" if len(starts) == 1 else "o", markersize=4, linewidth=1.2,
                       color=colours[system], label=system)  # fmt: skip
         axes.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-        axes.set_title(f"{repeats} additional pass{'es' if repeats > 1 else ''} over {recipe.repeat_block} layers", fontsize=10)
+        axes.set_title(
+            f"{repeats} additional pass{'es' if repeats > 1 else ''} over {recipe.repeat_block} layers", fontsize=10
+        )
         axes.set_xlabel("first layer of the block (diamonds: the looped block)")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("change in held-out loss (nats per token)")
     panels[0][0].set_yscale("symlog", linthresh=0.01)
     panels[0][0].margins(y=0.05)
-    lowest, highest = (bound(values for by in changes.values() for seeds in by.values() for values in seeds) for bound in (min, max))
+    lowest, highest = (
+        bound(values for by in changes.values() for seeds in by.values() for values in seeds) for bound in (min, max)
+    )
     panels[0][0].set_ylim(min(-0.005, 1.3 * lowest), 1.3 * highest)
     panels[0][0].legend(frameon=False, fontsize=8)
     _save(figure, recipe.repeat_figure)

@@ -29,7 +29,9 @@ def looped_llama() -> LlamaForCausalLM:
 
 
 def looped_gpt2() -> GPT2LMHeadModel:
-    config = GPT2Config(vocab_size=97, n_embd=32, n_head=2, n_layer=4, pad_token_id=0, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0)
+    config = GPT2Config(
+        vocab_size=97, n_embd=32, n_head=2, n_layer=4, pad_token_id=0, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
+    )
     model = randomise(GPT2LMHeadModel(config), std=0.15)
     loop(model, 1, 3, 2)
     return model

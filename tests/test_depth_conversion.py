@@ -61,9 +61,13 @@ def test_a_looped_llama_says_its_loop_in_its_configuration_and_generates_with_it
     assert config["looped_layers"] == [[1, 3, 2]] and config["num_hidden_layers"] == 6
     weights = load_file(tmp_path / "looped" / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in load_file(f"{llama}/model.safetensors").items())
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(output)), logits(LlamaForCausalLM.from_pretrained(llama)))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(output)), logits(LlamaForCausalLM.from_pretrained(llama))
+    )
     assert not torch.equal(logits(load(output)), logits(load(llama)))
-    assert run("generate", output, "a few", "--max-new-tokens", "8") != run("generate", llama, "a few", "--max-new-tokens", "8")
+    assert run("generate", output, "a few", "--max-new-tokens", "8") != run(
+        "generate", llama, "a few", "--max-new-tokens", "8"
+    )
 
 
 def test_a_looped_grown_llama_says_its_loop_in_its_plan(grown, tmp_path):
@@ -94,7 +98,9 @@ def test_an_unrolled_checkpoint_is_a_llama_with_the_same_logits_without_this_pac
     torch.save(IDS, tmp_path / "ids.pt")
     files = [output, str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt")]
     subprocess.run([sys.executable, "-c", UNROLLED, *files], check=True, cwd=tmp_path)
-    expected = logits(GrownLlamaForCausalLM.from_pretrained(grown, **({} if recurrences is None else {"num_recurrences": 5})))
+    expected = logits(
+        GrownLlamaForCausalLM.from_pretrained(grown, **({} if recurrences is None else {"num_recurrences": 5}))
+    )
     assert torch.equal(torch.load(files[2]), expected)
 
 
@@ -129,9 +135,13 @@ def test_a_dry_run_says_what_would_come_out_and_writes_nothing(llama, tmp_path, 
 def test_bad_requests_end_in_one_sentence(llama, tmp_path):
     output = str(tmp_path / "output")
     assert "6x1 does not run the layers 1 to 8" in refused("loop", llama, output, "--start", "1", "--stop", "9")
-    assert "num_recurrences=3: LlamaForCausalLM has no looped block" in refused("unroll", llama, output, "--recurrences", "3")
+    assert "num_recurrences=3: LlamaForCausalLM has no looped block" in refused(
+        "unroll", llama, output, "--recurrences", "3"
+    )
     assert "num_layers=6 must be a multiple of block_size=4" in refused("grow", llama, output)
-    assert "operator='both' must be one of midas, lidas" in refused("grow", llama, output, "--operator", "both", "--block-size", "3")
+    assert "operator='both' must be one of midas, lidas" in refused(
+        "grow", llama, output, "--operator", "both", "--block-size", "3"
+    )
     tiny_model().save_pretrained(tmp_path / "looped_gpt")
     assert "does more between its passes" in refused("unroll", str(tmp_path / "looped_gpt"), output)
     assert not (tmp_path / "output").exists()

@@ -32,15 +32,31 @@ def write(tmp_path: Path, **changes) -> str:
         "validation_tokens": 100,
         "repeat_tokens": 64,
         "seeds": [3],
-        "model": {**bundled["model"], "hidden_size": 16, "intermediate_size": 24, "vocab_size": 280, "max_position_embeddings": 16},
-        "training": {**bundled["training"], "total_steps": 7, "batch_size": 2, "warmup_steps": 1, "growth_block_size": 2},
+        "model": {
+            **bundled["model"],
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "vocab_size": 280,
+            "max_position_embeddings": 16,
+        },
+        "training": {
+            **bundled["training"],
+            "total_steps": 7,
+            "batch_size": 2,
+            "warmup_steps": 1,
+            "growth_block_size": 2,
+        },
         "systems": {
             "dense": {"depth_plan": "6x1"},
             "grown": {"depth_plan": "6x1", "growth_operator": "lidas"},
             "looped": {"depth_plan": "Loop(1-2x2-1)"},
         },
         "repeat_block": 2,
-        **{name: str(tmp_path / "results" / Path(bundled[name]).name) for name in bundled if name.endswith(("results", "figure"))},
+        **{
+            name: str(tmp_path / "results" / Path(bundled[name]).name)
+            for name in bundled
+            if name.endswith(("results", "figure"))
+        },
         **changes,
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
@@ -119,7 +135,8 @@ def test_checkpoints_come_back_without_a_second_row(tmp_path):
     growing(recipe, str(tmp_path / "second"), progress=False, systems=["dense"])
     assert read(tmp_path / "results" / "growing_toy.csv") == rows
     left, right = (
-        GrownLlamaForCausalLM.from_pretrained(next((tmp_path / name).glob("*/dense-3/step-7"))) for name in ("first", "second")
+        GrownLlamaForCausalLM.from_pretrained(next((tmp_path / name).glob("*/dense-3/step-7")))
+        for name in ("first", "second")
     )
     assert all((a == b).all() for a, b in zip(left.parameters(), right.parameters(), strict=True))
 

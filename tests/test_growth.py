@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import randomise
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from modeling_looped import GrownLlamaConfig, GrownLlamaForCausalLM, LoopedGPTConfig, LoopedGPTForCausalLM
 from modeling_looped.conversion.depth import grow_checkpoint
@@ -256,7 +264,13 @@ def test_frozen_layers_and_foreign_parameters_stay_out_of_the_optimizer():
         lambda: LlamaForCausalLM(LlamaConfig(**SIZE, num_hidden_layers=8)),
         lambda: Qwen3ForCausalLM(
             Qwen3Config(
-                **SIZE, num_hidden_layers=8, num_key_value_heads=2, head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=5
+                **SIZE,
+                num_hidden_layers=8,
+                num_key_value_heads=2,
+                head_dim=16,
+                use_sliding_window=True,
+                sliding_window=4,
+                max_window_layers=5,
             )
         ),
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_head=2, n_layer=8, pad_token_id=0)),
@@ -358,7 +372,9 @@ def rows(seed: int = 0) -> TokenRows:
 
 def recipe(**fields) -> PretrainRecipe:
     values = {"total_steps": 20, "batch_size": 4, "decay": "trapezoid", "warmup_steps": 2, "precision": "no"}
-    return PretrainRecipe(**{**values, "checkpoint_every": 100, "growth_operator": "lidas", "growth_block_size": 2, **fields})
+    return PretrainRecipe(
+        **{**values, "checkpoint_every": 100, "growth_operator": "lidas", "growth_block_size": 2, **fields}
+    )
 
 
 def new_model(depth: int = 8) -> GrownLlamaForCausalLM:
@@ -443,7 +459,9 @@ def test_a_retrofitted_recurrence_trains_through_both_passes_and_continues(tmp_p
     again = GrownLlamaForCausalLM.from_pretrained(newest_checkpoint(tmp_path / "killed"))
     assert again.config.depth_plan == "Loop(2-2x2-4)"
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
-    plain = pretrain(new_model(), rows(), recipe(growth_operator=None, total_steps=6, optimizer="adamw"), tmp_path / "plain")
+    plain = pretrain(
+        new_model(), rows(), recipe(growth_operator=None, total_steps=6, optimizer="adamw"), tmp_path / "plain"
+    )
     assert plain.losses[0] != whole[0]
     with pytest.raises(ValueError, match=r"retrofit_layers=\[2\] must be two whole numbers"):
         recipe(growth_operator=None, retrofit_layers=[2])
@@ -461,7 +479,9 @@ def test_recipes_of_growth_that_do_not_fit_are_refused_before_training(tmp_path)
     looped = GrownLlamaForCausalLM(GrownLlamaConfig(**SIZE, depth_plan="Loop(2x4)"))
     with pytest.raises(ValueError, match="no dense stack"):
         pretrain(looped, rows(), recipe(), tmp_path, progress=False)
-    sections = LoopedGPTForCausalLM(LoopedGPTConfig(vocab_size=97, hidden_size=32, num_attention_heads=2, num_recurrences=1))
+    sections = LoopedGPTForCausalLM(
+        LoopedGPTConfig(vocab_size=97, hidden_size=32, num_attention_heads=2, num_recurrences=1)
+    )
     with pytest.raises(ValueError, match="cannot grow in training"):
         pretrain(sections, rows(), recipe(), tmp_path, progress=False)
     assert not list(tmp_path.iterdir())
