@@ -71,7 +71,7 @@ def check_savable(edits: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
 
 def looped_layers(edits: tuple[tuple[str, tuple[int, ...]], ...]) -> list[list[int]]:
     """The loops among edits of a plan as a checkpoint says them: [start, stop, repeats] each."""
-    return [list(arguments) for name, arguments in edits if name == "repeat"]
+    return [list(arguments) for name, arguments in edits if name == "repeat" and arguments[2] > 0]
 
 
 class LoopedConfigMixin:

@@ -149,13 +149,13 @@ class DepthPlan:
 
     def repeat(self, start: int, stop: int, times: int) -> "DepthPlan":
         """
-        `times` further passes over the layers [start, stop), directly after their last pass.
+        `times` further passes over the layers [start, stop), directly after their last pass; none is the identity.
 
         Raises:
             `ValueError`: where the plan does not run these layers one after the other.
         """
         self._whole(times=times, start=start, stop=stop)
-        self._check(times=(times, 1, None), start=(start, 0, None), stop=(stop, start + 1, None))
+        self._check(times=(times, 0, None), start=(start, 0, None), stop=(stop, start + 1, None))
         block = tuple(range(start, stop))
         for end in range(self.effective_depth, len(block) - 1, -1):
             if self.order[end - len(block) : end] == block:

@@ -25,7 +25,7 @@ def loop(model: PreTrainedModel, start: int, stop: int, repeats: int) -> PlanEdi
         model: Any transformers decoder with one list of layers, with or without a head, or a family of this package.
         start: The first layer of the block, counted from 0 in unique layers.
         stop: The layer after its last one.
-        repeats: Additional passes, at least 1.
+        repeats: Additional passes; 0 changes nothing.
 
     Returns:
         A handle with `.undo()`, which is a context manager too. Loops compose.
@@ -33,7 +33,7 @@ def loop(model: PreTrainedModel, start: int, stop: int, repeats: int) -> PlanEdi
     Raises:
         `ValueError`: for a range that the model does not run, or an architecture that cannot be looped.
     """
-    require_int("repeats", repeats, 1)
+    require_int("repeats", repeats, 0)
     return repeat(model, start, stop, repeats)
 
 

@@ -160,7 +160,6 @@ def test_a_wrong_plan_is_refused_with_the_part_that_is_wrong(text, named):
         lambda plan: plan.reverse(6, 3),
         lambda plan: plan.repeat(4, 4, 1),
         lambda plan: plan.repeat(6, 9, 1),
-        lambda plan: plan.repeat(0, 2, 0),  # the identity is no edit
         lambda plan: plan.repeat(0, 2, -1),
         lambda plan: plan.repeat(3, 2, 1),
         lambda plan: plan.repeat(-1, 2, 1),

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -282,15 +283,18 @@ def test_an_edit_holds_at_the_depth_of_the_call(name):
     assert "\n" not in str(error.value)
 
 
-def test_a_repeat_of_no_times_is_refused_and_not_the_identity():
-    """The identity is no edit. `DepthPlan.repeat` says so too."""
-    for name in ("llama", "grown_llama"):
+def test_a_repeat_of_no_times_is_the_identity(tmp_path):
+    """Fact 11 of section 9."""
+    plan = DepthPlan.parse("Loop(1-2x3-2)")
+    assert plan.repeat(1, 3, 0) == plan and plan.repeat(1, 3, 0).ends == plan.ends
+    for name in ("llama", "grown_llama", "looped_gpt"):
         model = build(name)
-        with pytest.raises(ValueError, match="times=0"):
-            repeat(model, 1, 2, 0)
+        before = logits(model)
+        with repeat(model, 1, 2, 0):
+            assert torch.equal(logits(model), before)
+            model.save_pretrained(tmp_path / name)
         assert plan_edits(model) == ()
-    with pytest.raises(ValueError, match="times=0"):
-        DepthPlan.parse("8x1").repeat(1, 2, 0)
+        assert "looped_layers" not in json.loads((tmp_path / name / "config.json").read_text())
 
 
 # Caches, padding, generation
