@@ -282,7 +282,7 @@ def _check_blocks(num_layers: int, block_size: int) -> None:
     require_int("block_size", block_size, 1)
     require_int("num_layers", num_layers, block_size, f" (block_size={block_size})")
     if num_layers % block_size:
-        raise ValueError(f"num_layers={num_layers} must be a multiple of block_size={block_size}.")
+        raise ValueError(f"num_layers={num_layers} must be a multiple of block_size={block_size}: choose a divisor.")
 
 
 def _raw(optimizers) -> list[torch.optim.Optimizer]:
