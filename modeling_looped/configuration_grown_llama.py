@@ -117,10 +117,10 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
         require_int("num_attention_heads", self.num_attention_heads, 1)
         if self.depth_plan is None:
             self.depth_plan = f"{32 if depth is None else depth}x1"
-        elif depth is not None and depth != DepthPlan.parse(self.depth_plan).effective_depth:
+        elif depth is not None and depth != self._plan.effective_depth:
             raise ConfigurationError(
                 f"num_hidden_layers={depth} and depth_plan={self.depth_plan!r}, which executes "
-                f"{DepthPlan.parse(self.depth_plan).effective_depth} layers, disagree: give one of the two."
+                f"{self._plan.effective_depth} layers, disagree: give one of the two."
             )
         if kwargs.get("sliding_window") is not None:
             raise ConfigurationError(
@@ -137,9 +137,19 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "depth_plan" and isinstance(value, str):  # read once: every forward asks for it
+            super().__setattr__("_plan", DepthPlan.parse(value))
+
+    def to_dict(self) -> dict:
+        values = super().to_dict()
+        values.pop("_plan", None)
+        return values
+
     def base_plan(self, num_recurrences: int | None = None) -> DepthPlan:
         """`plan` without interventions."""
-        plan = DepthPlan.parse(self.depth_plan)
+        plan = self._plan
         if plan.is_explicit or num_recurrences in (None, plan.sections[2]):
             return plan
         prelude, core, _, coda = plan.sections

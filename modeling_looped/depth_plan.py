@@ -6,7 +6,6 @@ something else in this package computes where a layer runs, one of the two is wr
 
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 
 _LOOP = re.compile(r"(?:(\d+)-)?(\d+)x(\d+)(?:-(\d+))?")
@@ -75,11 +74,6 @@ class DepthPlan:
         """
         if not isinstance(text, str):
             raise ValueError(f"A depth plan is text such as 'Loop(4-4x4-4)', got {type(text).__name__} {text!r}.")
-        return cls._parse(text)
-
-    @classmethod
-    @lru_cache(maxsize=256)  # configurations are asked for their plan in every forward
-    def _parse(cls, text: str) -> "DepthPlan":
         body = text.strip()
         steps = body.replace(",", " ").split()
         if len(steps) > 1 and all(step.isdigit() for step in steps):
