@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,11 @@ from modeling_looped.recipes.study import append_row, fingerprint, read_rows, ve
 from .held_out import held_out_batches
 
 
-MEASURES = {"accuracy": "accuracy", "log_likelihood": "log-likelihood of the gold answer", "margin": "margin"}
+MEASURES = {
+    "accuracy": "accuracy",
+    "log_likelihood": "log-likelihood of the gold answer",
+    "margin": "margin of the gold answer",
+}
 
 
 @dataclass(frozen=True)
@@ -232,7 +237,10 @@ def sweep_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def plot_sweep(rows: Sequence[Mapping[str, str]], path: str | Path) -> None:
-    """Of the rows of a CSV, a panel for each measure: its change against the model without a loop, by first layer."""
+    """
+    Of the rows of a CSV, a panel for each measure: its change against the model without a loop, by first layer. Bands
+    are the standard error of the accuracy without a loop.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -252,13 +260,15 @@ def plot_sweep(rows: Sequence[Mapping[str, str]], path: str | Path) -> None:
             label = f"{count} additional pass" + ("es" if count > 1 else "")
             axes.plot(first, change, "o-", color=f"C{number}", markersize=3.5, label=label)
         task, _, kind = measure.rpartition("_accuracy")
-        axes.set_title(f"{_title(measure)} (unlooped: {origin:.3f})", fontsize=10)
+        axes.set_title(f"{_title(measure)}\n(without a loop: {origin:.3f})", fontsize=10)
         axes.axhline(0, color="0.3", linewidth=1)
         if task and not kind:
             error = math.sqrt(origin * (1 - origin) / int(base[f"{task}_items"]))
             axes.axhspan(-error, error, color="0.93", zorder=0)
-        if measure == "nats_per_token":
-            axes.set_yscale("symlog", linthresh=0.1)
+        else:  # the first layers can be a hundred times worse than the others, which should be seen too
+            usual = statistics.median(abs(float(row[measure]) - origin) for row in looped)
+            axes.set_yscale("asinh", linear_width=usual or 1.0, base=0)
+            axes.yaxis.get_major_locator().set_params(numticks=8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
     for axes in panels.flat[len(measures) :]:
