@@ -60,12 +60,97 @@ def _orthogonalise(update: torch.Tensor, coefficients, steps: int, eps: float) -
     return x.T if tall else x
 
 
+# Polar Express: five quintic steps towards the orthogonal factor, each with coefficients of its own (section 5.1).
+_POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+class MuonH(torch.optim.Optimizer):
+    """
+    Muon on a Frobenius sphere (arXiv 2604.21106, section 5.1 of its specification): every matrix keeps the norm that it
+    starts with, `lr` is the length of a step relative to it, and weight decay has nothing to do. The norm is part of the
+    state, so that a continued run keeps it. Matrices of equal shape are orthogonalised together, in `fastest_dtype()`.
+
+    Args:
+        params: Matrices, or groups of them.
+        lr: Relative step size; 0.014 at the reference size, which `transfer.learning_rates` carries to others.
+        momentum: Of the Nesterov average.
+    """
+
+    def __init__(self, params, lr: float, momentum: float = 0.95):
+        if lr < 0 or not 0 <= momentum < 1:
+            raise ValueError(f"lr={lr} must not be negative, and momentum={momentum} must be at least 0 and below 1.")
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise ValueError(f"MuonH steps on matrices: a parameter of shape {tuple(parameter.shape)} is none.")
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[tuple, list[torch.Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+            for matrices in alike.values():
+                self._step(matrices, group["lr"], group["momentum"])
+        return loss
+
+    def _step(self, matrices: list[torch.Tensor], lr: float, momentum: float) -> None:
+        updates, radii = [], []
+        for matrix in matrices:
+            state = self.state[matrix]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(matrix)
+                state["radius"] = matrix.norm()
+            state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+            updates.append(matrix.grad.lerp(state["momentum_buffer"], momentum))
+            radii.append(state["radius"])
+        radius = torch.stack(radii).view(-1, 1, 1)
+        directions = polar_express(torch.stack(updates).to(fastest_dtype())).to(matrices[0].dtype)
+        directions *= radius / _norms(directions).clamp(min=1e-30)
+        moved = torch.stack(matrices).sub_(directions, alpha=lr)
+        moved *= radius / _norms(moved).clamp(min=1e-30)
+        for matrix, new in zip(matrices, moved, strict=True):
+            matrix.copy_(new)
+
+
+def polar_express(x: torch.Tensor) -> torch.Tensor:
+    """Towards the orthogonal factor of each of `x`, (matrices, rows, columns), on the side with fewer rows."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (1.02 * _norms(x) + 1e-6)
+    for a, b, c in _POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    return x.norm(dim=(-2, -1), keepdim=True)
+
+
 def make_optimizers(
-    model: PreTrainedModel, matrix_lr: float, embedding_lr: float, other_lr: float, matrix_decay: float = 0.0
+    model: PreTrainedModel,
+    matrix_lr: float,
+    embedding_lr: float,
+    other_lr: float,
+    matrix_decay: float = 0.0,
+    on_sphere: bool = False,
 ) -> list[torch.optim.Optimizer]:
     """
-    Muon on the matrices of the blocks and of the injection, AdamW on the embedding, and AdamW on the head, the norms
-    and lane weights. Every group remembers its peak as `peak_lr`.
+    Muon, or `on_sphere` MuonH (which has no use for `matrix_decay`), on the matrices of the blocks and of the injection,
+    AdamW on the embedding, and AdamW on the head, the norms and lane weights. Every group remembers its peak as `peak_lr`.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -74,7 +159,8 @@ def make_optimizers(
     others = [p for p in parameters if id(p) not in taken]
     groups = [{"params": [embedding], "lr": embedding_lr}, {"params": others, "lr": other_lr}]
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
-    return _remember_peaks([Muon(matrices, lr=matrix_lr, weight_decay=matrix_decay), adamw])
+    muon = MuonH(matrices, matrix_lr) if on_sphere else Muon(matrices, matrix_lr, weight_decay=matrix_decay)
+    return _remember_peaks([muon, adamw])
 
 
 def make_adamw(model: PreTrainedModel, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:

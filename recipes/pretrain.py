@@ -31,10 +31,10 @@ class PretrainRecipe:
     total_steps: int = field(default=480, metadata={"help": "Optimizer steps."})
     batch_size: int = field(default=8, metadata={"help": "Rows of an optimizer step, over all ranks and micro-steps."})
     micro_steps: int = field(default=1, metadata={"help": "Forward and backward passes that one step adds up."})
-    optimizer: str = field(default="muon", metadata={"help": "muon (AdamW beside it), or adamw alone."})
+    optimizer: str = field(default="muon", metadata={"help": "muon or muonh (AdamW beside it), or adamw."})
     adamw_lr: float = field(default=6e-4, metadata={"help": "Of optimizer adamw, on everything."})
     weight_decay: float = field(default=0.1, metadata={"help": "Of optimizer adamw, on matrices and embeddings."})
-    matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon, RMS-matched, on the matrices of the blocks."})
+    matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon (RMS-matched) or MuonH (relative), on matrices."})
     matrix_decay: float = field(
         default=1.0,
         metadata={
@@ -78,7 +78,7 @@ class PretrainRecipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         for name, choices in (
-            ("optimizer", ("muon", "adamw")),
+            ("optimizer", ("muon", "muonh", "adamw")),
             ("decay", ("linear", "cosine", "trapezoid")),
             ("growth_operator", (None, *OPERATORS)),
         ):
@@ -336,7 +336,8 @@ def recipe_optimizers(model: PreTrainedModel, recipe: PretrainRecipe) -> list[to
     """The recipe's optimizers over the parameters of `model`."""
     if recipe.optimizer == "adamw":
         return make_adamw(model, recipe.adamw_lr, recipe.weight_decay)
-    return make_optimizers(model, recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay)
+    rates = recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay
+    return make_optimizers(model, *rates, on_sphere=recipe.optimizer == "muonh")
 
 
 def _steps_done(checkpoint: Path, recipe: PretrainRecipe) -> int:
