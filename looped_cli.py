@@ -44,6 +44,13 @@ def _print_version(wanted: bool):
         raise typer.Exit()
 
 
+def _quiet():
+    import modeling_looped  # noqa: F401  registers the models
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
 @app.callback()
 def _main(
     show: Annotated[
@@ -88,11 +95,9 @@ def compare(
     Train models on the same tokens, a CSV row for each run, and a figure: those that reuse layers against the dense one
     (compare_depth_reuse), or grown and looped stacks (grow_toy).
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from modeling_looped.recipes.study import read_yaml
 
-    disable_progress_bar()
+    _quiet()
     shared = recipe, output_dir, train_data, validation_data, limit_minutes, plot_only, sys.stderr.isatty()
     values = read_yaml(recipe)
     if isinstance(values, dict) and values.get("study") == "growing":
@@ -111,11 +116,10 @@ def compare(
 
 def _load(checkpoint: str, **overrides):
     from transformers import AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
 
     from modeling_looped.looping import load
 
-    disable_progress_bar()
+    _quiet()
     return load(checkpoint, **overrides).eval(), AutoTokenizer.from_pretrained(checkpoint)
 
 
@@ -278,13 +282,6 @@ def kv_cost(
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would come out, and write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that OUTPUT holds.")]
 Output = Annotated[str, typer.Argument(help="Where the new checkpoint goes.")]
-
-
-def _quiet():
-    import modeling_looped  # noqa: F401  registers the models
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
 
 
 @app.command(name="loop")

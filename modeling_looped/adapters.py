@@ -58,8 +58,6 @@ class AdaptersByRecurrence:
                 thing._active_adapter = before
         for teller in self._tellers:
             teller.__dict__.pop("tells_recurrence", None)
-            if isinstance(teller, PlannedLayers):
-                teller.tells_recurrence = False
         self._hooks, self._before = [], []
 
     def __enter__(self) -> "AdaptersByRecurrence":

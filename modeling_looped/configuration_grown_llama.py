@@ -5,7 +5,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from .configuration_looped import ConfigurationError, LoopedConfigMixin, one_sentence_errors, require_int, require_sign
-from .depth_plan import DepthPlan
+from .depth_plan import DepthPlan, loop_text
 
 
 def _of_the_plan(index: int, name: str) -> property:
@@ -176,10 +176,7 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
         self.check_recurrences(value)
         if value != self.num_recurrences:
             prelude, core, _, coda = self._counts
-            once = f"{prelude}-", f"-{coda}"
-            self.depth_plan = (
-                f"Loop({once[0] if prelude or coda else ''}{core}x{value}{once[1] if prelude or coda else ''})"
-            )
+            self.depth_plan = loop_text(prelude, core, value, coda)
 
     def check_recurrences(self, num_recurrences: int) -> None:
         require_int("num_recurrences", num_recurrences, 1)
@@ -188,9 +185,6 @@ class GrownLlamaConfig(LoopedConfigMixin, PreTrainedConfig):
                 f"num_recurrences={num_recurrences} turns nothing in the explicit order depth_plan={self.depth_plan!r}: "
                 "leave it out, or write a plan such as Loop(4-4x4-4)."
             )
-
-    def kept_recurrences(self, num_recurrences: int | None = None) -> int:
-        return super().kept_recurrences(num_recurrences) if self.num_core_layers > 0 else self.num_recurrences
 
     def validate_architecture(self):
         """Part of `@strict` validation."""

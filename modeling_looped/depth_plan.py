@@ -105,8 +105,7 @@ class DepthPlan:
         prelude, core, recurrences, coda = self.sections
         if recurrences == 1:
             return f"{prelude + core + coda}x1"
-        once = f"{prelude}-", f"-{coda}"
-        return f"Loop({once[0] if prelude or coda else ''}{core}x{recurrences}{once[1] if prelude or coda else ''})"
+        return loop_text(prelude, core, recurrences, coda)
 
     @property
     def unique_layers(self) -> int:
@@ -205,6 +204,12 @@ class DepthPlan:
             if value < low or (high is not None and value > high):
                 upper = "" if high is None else f" and at most {high}"
                 raise ValueError(f"{name}={value!r} does not fit depth plan {self}: it must be at least {low}{upper}.")
+
+
+def loop_text(prelude: int, core: int, recurrences: int, coda: int) -> str:
+    """`Loop(4x6)` or `Loop(4-4x4-4)`, one recurrence written out too: what `DepthPlan.parse` reads back."""
+    block = f"{core}x{recurrences}"
+    return f"Loop({prelude}-{block}-{coda})" if prelude or coda else f"Loop({block})"
 
 
 def _find_loop(order: tuple[int, ...]) -> tuple[int, int, int, int] | None:

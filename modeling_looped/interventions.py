@@ -176,13 +176,14 @@ class PlannedLayers(nn.ModuleList):
     parameters, hooks, adapters and checkpoints see every layer once, as in the list that it stands for.
     """
 
+    tells_recurrence = False  # how often a layer ran before, to adapters of each pass
+
     def __init__(self, original: nn.ModuleList, plan: DepthPlan):
         super().__init__()
         self._modules = original._modules  # the very same: what replaces a layer here replaces it there
         self.__dict__["original"] = original  # no submodule, which would give every layer a second name
         self.plan = plan
         self.training = original.training
-        self.tells_recurrence = False  # how often a layer ran before, to adapters of each pass
 
     def _executed(self) -> list:
         layers, order = list(self._modules.values()), self.plan.order

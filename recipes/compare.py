@@ -20,7 +20,7 @@ from modeling_looped.eval.exit_curve import exit_curve
 
 from .demo import prepare_data, training_figures
 from .pretrain import PretrainRecipe, pretrain
-from .study import append_row, changed_fields, checked, fingerprint, hint, read_rows, read_yaml, study_texts, versions
+from .study import append_row, changed_fields, fingerprint, hint, read_rows, read_study, study_texts, versions
 from .tokens import TokenRows, token_stream
 
 
@@ -196,20 +196,7 @@ def compare(
 
 def read_recipe(name: str) -> CompareRecipe:
     """The checked recipe of a file, or of a name without suffix in `modeling_looped.recipes`."""
-    values = read_yaml(name)
-    if isinstance(values, dict):
-        values = dict(values)
-        if "model" in values:
-            values["model"] = checked(ModelSize, values["model"], f"{name}, model")
-        if "training" in values:
-            for key in {"seed", "depth_scheme", "depth_mean"}.intersection(values["training"] or ()):
-                raise ValueError(f"{name}, training: leave {key} out, the seeds and systems set it.")
-            values["training"] = checked(PretrainRecipe, values["training"], f"{name}, training")
-        if isinstance(values.get("cells"), dict):
-            values["cells"] = {
-                cell: checked(Loop, loop, f"{name}, cells, {cell}") for cell, loop in values["cells"].items()
-            }
-    return checked(CompareRecipe, values, name)
+    return read_study(name, CompareRecipe, ModelSize, ("cells", Loop), {"seed", "depth_scheme", "depth_mean"})
 
 
 def planned_runs(recipe: CompareRecipe, tokenizer) -> list[Run]:

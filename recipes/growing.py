@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from modeling_looped import DepthPlan, GrownLlamaConfig
-from modeling_looped.accounting import grown_flops_per_token
+from modeling_looped.accounting import grown_training_flops
 from modeling_looped.looping import loop
 
 from .demo import prepare_data, training_figures
 from .pretrain import PretrainRecipe, newest_checkpoint, pretrain
-from .study import append_row, changed_fields, checked, fingerprint, read_rows, read_yaml, study_texts, versions
+from .study import append_row, changed_fields, fingerprint, read_rows, read_study, study_texts, versions
 from .tokens import TokenRows, token_stream
 
 
@@ -87,17 +87,14 @@ class Run:
     def tokens(self) -> int:
         return self.recipe.total_steps * self.recipe.batch_size * self.config.max_position_embeddings
 
-    def flops_by_step(self) -> list[int]:
-        """Training FLOPs of each step (section 4.3 of the paper's specification)."""
-        grows_after, block = self.recipe.growth_steps(self.config), self.recipe.growth_block_size
+    @property
+    def training_flops(self) -> int:
+        """In the paper's convention (section 4.3 of its specification), stage by stage where the stack grows."""
+        budgets = [] if self.recipe.growth_operator is None else self.recipe.growth_budgets(self.config.num_hidden_layers)
         per_step = self.recipe.batch_size * self.config.max_position_embeddings
-        flops = []
-        for step in range(self.recipe.total_steps):
-            left = sum(after > step for after in grows_after)  # growths that are still to come
-            flops.append(
-                per_step * grown_flops_per_token(self.config, num_layers=self.config.num_hidden_layers - left * block)
-            )
-        return flops
+        return grown_training_flops(
+            self.config, budgets, self.recipe.growth_block_size, self.recipe.total_steps, per_step
+        )
 
 
 def growing(
@@ -171,7 +168,7 @@ def growing(
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "unique_layers": run.config.plan().unique_layers,
             "executed_layers": run.config.num_hidden_layers,
-            "training_flops": sum(run.flops_by_step()),
+            "training_flops": run.training_flops,
             "grows_after": " ".join(map(str, run.recipe.growth_steps(run.config))),
             "validation_tokens": windows[:, 1:].numel(),
             "nats_per_token": mean_loss(model, windows),
@@ -193,21 +190,7 @@ def growing(
 
 def read_recipe(name: str) -> GrowingRecipe:
     """The checked recipe of a file, or of a name without suffix in `modeling_looped.recipes`."""
-    values = read_yaml(name)
-    if isinstance(values, dict):
-        values = dict(values)
-        if "model" in values:
-            values["model"] = checked(StackSize, values["model"], f"{name}, model")
-        if "training" in values:
-            for key in {"seed", "growth_operator"}.intersection(values["training"] or ()):
-                raise ValueError(f"{name}, training: leave {key} out, the seeds and systems set it.")
-            values["training"] = checked(PretrainRecipe, values["training"], f"{name}, training")
-        if isinstance(values.get("systems"), dict):
-            values["systems"] = {
-                system: checked(Stack, stack, f"{name}, systems, {system}")
-                for system, stack in values["systems"].items()
-            }
-    return checked(GrowingRecipe, values, name)
+    return read_study(name, GrowingRecipe, StackSize, ("systems", Stack), {"seed", "growth_operator"})
 
 
 def planned_runs(

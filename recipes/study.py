@@ -18,6 +18,7 @@ import transformers
 from modeling_looped import __version__
 
 from .corpus import read_texts, split_by_name, standard_library
+from .pretrain import PretrainRecipe
 
 
 def read_yaml(name: str):
@@ -34,6 +35,25 @@ def read_yaml(name: str):
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def read_study(name: str, kind: type, model: type, table: tuple[str, type], set_by_the_study: set[str]):
+    """
+    The checked recipe of a file or bundled name: a `kind` with a `model`, a `training`, and a table of rows by name.
+    The training may not say what the study sets for each run.
+    """
+    values = read_yaml(name)
+    if isinstance(values, dict):
+        values, (rows, row) = dict(values), table
+        if "model" in values:
+            values["model"] = checked(model, values["model"], f"{name}, model")
+        if "training" in values:
+            for key in set_by_the_study.intersection(values["training"] or ()):
+                raise ValueError(f"{name}, training: leave {key} out, the seeds and systems set it.")
+            values["training"] = checked(PretrainRecipe, values["training"], f"{name}, training")
+        if isinstance(values.get(rows), dict):
+            values[rows] = {key: checked(row, one, f"{name}, {rows}, {key}") for key, one in values[rows].items()}
+    return checked(kind, values, name)
 
 
 def study_texts(recipe, train_data: str | None, validation_data: str | None) -> tuple[list[str], list[str]]:

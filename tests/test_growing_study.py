@@ -84,18 +84,31 @@ def test_the_bundled_recipe_is_the_replication_plan():
     assert 128 <= recipe.model.hidden_size <= 256 and len(recipe.seeds) == 2
 
 
+def flops_by_step(run) -> list[int]:
+    """Step by step, each at the depth that it runs."""
+    grows_after, block = run.recipe.growth_steps(run.config), run.recipe.growth_block_size
+    per_step = run.recipe.batch_size * run.config.max_position_embeddings
+    flops = []
+    for step in range(run.recipe.total_steps):
+        left = sum(after > step for after in grows_after)  # growths that are still to come
+        layers = run.config.num_hidden_layers - left * block
+        flops.append(per_step * grown_flops_per_token(run.config, num_layers=layers))
+    return flops
+
+
 def test_flops_follow_the_depth_of_every_step():
     recipe = read_recipe("grow_toy")
     tokenizer = train_tokenizer(TEXTS, 280)
     runs = {run.system: run for run in planned_runs(recipe, tokenizer, seeds=[0])}
     steps, per_step = recipe.training.total_steps, recipe.training.batch_size * recipe.model.max_position_embeddings
     full = grown_flops_per_token(runs["baseline-24"].config) * per_step
-    assert runs["baseline-24"].flops_by_step() == runs["loop-4x6"].flops_by_step() == [full] * steps
+    assert flops_by_step(runs["baseline-24"]) == flops_by_step(runs["loop-4x6"]) == [full] * steps
+    assert all(run.training_flops == sum(flops_by_step(run)) for run in runs.values())
     for operator in ("midas", "lidas"):
         run = runs[operator]
         by_stage = grown_training_flops(run.config, run.recipe.growth_budgets(24), 4, steps, per_step)
-        assert sum(run.flops_by_step()) == by_stage < full * steps
-    assert sum(runs["standard-4"].flops_by_step()) < sum(runs["standard-12"].flops_by_step()) < full * steps
+        assert sum(flops_by_step(run)) == by_stage < full * steps
+    assert sum(flops_by_step(runs["standard-4"])) < sum(flops_by_step(runs["standard-12"])) < full * steps
 
 
 def test_a_study_goes_on_where_it_was_stopped_and_says_what_repeats_cost(tmp_path):
