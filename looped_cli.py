@@ -95,7 +95,7 @@ def compare(
     Train models on the same tokens, a CSV row for each run, and a figure: those that reuse layers against the dense one
     (compare_depth_reuse), or grown and looped stacks (grow_toy).
     """
-    from modeling_looped.recipes.study import read_yaml
+    from modeling_looped.recipes.recipe import read_yaml
 
     _quiet()
     shared = recipe, output_dir, train_data, validation_data, limit_minutes, plot_only, sys.stderr.isatty()

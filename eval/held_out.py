@@ -9,6 +9,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling_looped.recipes.tokens import text_stream
+
 
 @dataclass(frozen=True)
 class HeldOutLoss:
@@ -101,19 +103,3 @@ def held_out_batches(
         # Padding only ever stands to the right of the last window: no token attends to it.
         batches.append({"input_ids": pad(rows, True), "labels": pad(rows, True, padding_value=-100)})
     return batches, size
-
-
-def text_stream(tokenizer, texts: Iterable[str], max_tokens: int | None) -> tuple[list[int], int]:
-    """The token stream, and the bytes of the texts that it covers (a cut text counts by its decoded part)."""
-    stream, size = [], 0
-    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    for text in texts:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
-        if max_tokens is not None and len(stream) + len(ids) > max_tokens:
-            ids = ids[: max_tokens - len(stream)]
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-        stream += ids
-        size += len(text.encode("utf-8"))
-        if max_tokens is not None and len(stream) >= max_tokens:
-            break
-    return stream, max(size, 1)

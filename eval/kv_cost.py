@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .held_out import text_stream
+from modeling_looped.recipes.tokens import text_stream
 
 
 @dataclass(frozen=True)

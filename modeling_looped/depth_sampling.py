@@ -1,6 +1,8 @@
 """How many recurrences a training step runs: a pure function of (seed, step, micro-step), so that ranks agree."""
 
+import functools
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,11 +75,28 @@ class DepthSampler:
             drawn = round(generator.lognormal(math.log(mean) + sigma**2, sigma))
         return int(min(max(drawn, self.minimum), self.maximum))
 
+    @property
+    def law(self) -> dict[int, float]:
+        """The probability of each depth, any curriculum done; of the log-normal laws over 20,000 draws."""
+        return _law(self)
+
     def _grown(self, target: float, step: int) -> float:
         """What the curriculum has made of `target` at `step`."""
         if self.curriculum is None or step >= self.curriculum_steps:
             return target
         return self.minimum + CURRICULA[self.curriculum](step / self.curriculum_steps) * (target - self.minimum)
+
+
+@functools.cache
+def _law(sampler: DepthSampler) -> dict[int, float]:
+    if sampler.scheme == "fixed":
+        return {sampler.maximum: 1.0}
+    depths = range(sampler.minimum, sampler.maximum + 1)
+    if sampler.scheme == "uniform":
+        return dict.fromkeys(depths, 1 / len(depths))
+    first = sampler.curriculum_steps or 0
+    drawn = Counter(sampler.draw(0, first + step) for step in range(20_000))
+    return {depth: drawn[depth] / drawn.total() for depth in depths}
 
 
 class DepthSamplingCallback(TrainerCallback):

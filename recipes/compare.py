@@ -3,10 +3,8 @@
 same tokens (sections 8 and 13 of arXiv 2608.15062's specification), one CSV row a run, and one figure.
 """
 
-import functools
 import statistics
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -15,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, set_seed
 
 from modeling_looped import MixtureOfRecursionsConfig, RecurrentGPTConfig
 from modeling_looped.accounting import training_flops_per_token
-from modeling_looped.depth_sampling import DepthSampler
 from modeling_looped.eval.exit_curve import exit_curve
 
 from .demo import prepare_data, training_figures
 from .pretrain import PretrainRecipe, pretrain
-from .study import append_row, changed_fields, fingerprint, hint, read_rows, read_study, study_texts, versions
+from .recipe import hint
+from .study import append_row, changed_fields, fingerprint, read_rows, read_study, study_texts, versions
 from .tokens import TokenRows, token_stream
 
 
@@ -107,12 +105,12 @@ class Run:
 
     def flops_of_depth(self) -> dict[int, int]:
         """Training FLOPs per token at each depth that the law may draw."""
-        law = _law(self.recipe.depth_sampler(self.config))
+        law = self.recipe.depth_sampler(self.config).law
         return {depth: training_flops_per_token(self.config, num_recurrences=depth) for depth in law}
 
     def expected_flops_per_token(self) -> float:
         """Mean over the law of depths."""
-        law, flops = _law(self.recipe.depth_sampler(self.config)), self.flops_of_depth()
+        law, flops = self.recipe.depth_sampler(self.config).law, self.flops_of_depth()
         return sum(share * flops[depth] for depth, share in law.items())
 
     def realised_flops(self) -> int:
@@ -125,18 +123,6 @@ class Run:
     @property
     def tokens(self) -> int:
         return self.recipe.total_steps * self.recipe.batch_size * self.config.max_position_embeddings
-
-
-@functools.cache
-def _law(sampler: DepthSampler) -> dict[int, float]:
-    """The probability of each depth; of the log-normal laws over 20,000 draws."""
-    if sampler.scheme == "fixed":
-        return {sampler.maximum: 1.0}
-    depths = range(sampler.minimum, sampler.maximum + 1)
-    if sampler.scheme == "uniform":
-        return dict.fromkeys(depths, 1 / len(depths))
-    drawn = Counter(sampler.draw(0, step) for step in range(20_000))
-    return {depth: drawn[depth] / drawn.total() for depth in depths}
 
 
 def compare(

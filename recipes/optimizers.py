@@ -7,6 +7,8 @@ import time
 import torch
 from transformers import PreTrainedModel
 
+from .sharding import sharded_like, whole
+
 
 @functools.cache
 def fastest_dtype() -> torch.dtype:
@@ -23,7 +25,10 @@ def fastest_dtype() -> torch.dtype:
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` with RMS-matched updates, its orthogonalisation in `fastest_dtype()` instead of always bf16."""
+    """
+    `torch.optim.Muon` with RMS-matched updates, its orthogonalisation in `fastest_dtype()` instead of always bf16. Of
+    sharded matrices, every rank gathers the update and orthogonalises the whole of it; the state stays sharded.
+    """
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
         super().__init__(params, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
@@ -40,11 +45,11 @@ class Muon(torch.optim.Muon):
             self._init_group(group, params, grads, buffers)
             for param, grad, buffer in zip(params, grads, buffers):
                 buffer.lerp_(grad, 1 - group["momentum"])
-                update = grad.lerp(buffer, group["momentum"]).to(dtype)
+                update = whole(grad.lerp(buffer, group["momentum"])).to(dtype)
                 rate = group["lr"] * 0.2 * math.sqrt(max(param.shape))
                 orthogonal = _orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(orthogonal, alpha=-rate)
+                param.add_(sharded_like(orthogonal.to(param.dtype), param), alpha=-rate)
         return loss
 
 
@@ -74,7 +79,8 @@ class MuonH(torch.optim.Optimizer):
     """
     Muon on a Frobenius sphere (arXiv 2604.21106, section 5.1 of its specification): every matrix keeps the norm that it
     starts with, `lr` is the length of a step relative to it, and weight decay has nothing to do. The norm is part of the
-    state, so that a continued run keeps it. Matrices of equal shape are orthogonalised together, in `fastest_dtype()`.
+    state, so that a continued run keeps it. Matrices of equal shape are orthogonalised together, in `fastest_dtype()`; of
+    sharded ones every rank gathers the whole, and the momentum stays sharded.
 
     Args:
         params: Matrices, or groups of them.
@@ -112,17 +118,17 @@ class MuonH(torch.optim.Optimizer):
             state = self.state[matrix]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
-                state["radius"] = matrix.norm()
+                state["radius"] = whole(matrix).norm()
             state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-            updates.append(matrix.grad.lerp(state["momentum_buffer"], momentum))
+            updates.append(whole(matrix.grad.lerp(state["momentum_buffer"], momentum)))
             radii.append(state["radius"])
         radius = torch.stack(radii).view(-1, 1, 1)
         directions = polar_express(torch.stack(updates).to(fastest_dtype())).to(matrices[0].dtype)
         directions *= radius / _norms(directions).clamp(min=1e-30)
-        moved = torch.stack(matrices).sub_(directions, alpha=lr)
+        moved = torch.stack([whole(matrix) for matrix in matrices]).sub_(directions, alpha=lr)
         moved *= radius / _norms(moved).clamp(min=1e-30)
         for matrix, new in zip(matrices, moved, strict=True):
-            matrix.copy_(new)
+            matrix.copy_(sharded_like(new, matrix))
 
 
 def polar_express(x: torch.Tensor) -> torch.Tensor:
@@ -147,18 +153,32 @@ def make_optimizers(
     other_lr: float,
     matrix_decay: float = 0.0,
     on_sphere: bool = False,
+    head_lr: float | None = None,
+    lane_lr: float | None = None,
 ) -> list[torch.optim.Optimizer]:
     """
     Muon, or `on_sphere` MuonH (which has no use for `matrix_decay`), on the matrices of the blocks and of the injection,
-    AdamW on the embedding, and AdamW on the head, the norms and lane weights. Every group remembers its peak as `peak_lr`.
+    AdamW on the embedding, the head, the norms and lane weights (section 5.2 of arXiv 2604.21106's specification). Every
+    group remembers its peak as `peak_lr`.
+
+    Args:
+        head_lr: Of an untied head, `other_lr` by default.
+        lane_lr: Of the lanes of hyperconnections, `other_lr` by default.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if p.dim() == 2 and p is not embedding and p is not head and min(p.shape) > 8]
-    taken = {id(p) for p in [*matrices, embedding]}
-    others = [p for p in parameters if id(p) not in taken]
-    groups = [{"params": [embedding], "lr": embedding_lr}, {"params": others, "lr": other_lr}]
-    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    tables = {id(embedding), id(head)}
+    matrices = [p for _, p in named if p.dim() == 2 and id(p) not in tables and min(p.shape) > 8]
+    taken = {id(p) for p in matrices} | tables
+    lanes = [p for name, p in named if id(p) not in taken and ".injection." in name]
+    taken |= {id(p) for p in lanes}
+    groups = [
+        {"params": [embedding], "lr": embedding_lr},
+        {"params": [] if head is embedding else [head], "lr": other_lr if head_lr is None else head_lr},
+        {"params": [p for _, p in named if id(p) not in taken], "lr": other_lr},
+        {"params": lanes, "lr": other_lr if lane_lr is None else lane_lr},
+    ]
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
     muon = MuonH(matrices, matrix_lr) if on_sphere else Muon(matrices, matrix_lr, weight_decay=matrix_decay)
     return _remember_peaks([muon, adamw])
 

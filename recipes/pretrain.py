@@ -1,4 +1,8 @@
-"""Pretraining through Accelerate: one loop, from two CPU cores up, that can be stopped and continued at any step."""
+"""
+Pretraining through Accelerate: one loop, from two CPU cores up, that can be stopped and continued at any step.
+
+    accelerate launch -m modeling_looped.recipes.pretrain --config iso_depth --size 10 --output_dir runs/s10
+"""
 
 import json
 import math
@@ -7,43 +11,59 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling_looped.accounting import training_flops_per_token
 from modeling_looped.depth_sampling import DepthSampler
-from modeling_looped.growth import OPERATORS, grow, grow_prepared, growth_schedule, growth_steps, shrink
+from modeling_looped.growth import OPERATORS, grow, grow_prepared, grow_sharded, growth_schedule, growth_steps, shrink
 from modeling_looped.keyed_noise import NoiseKey, set_noise_key
 from modeling_looped.looping import add_recurrence
 
+from . import checkpoints
+from .checkpoints import newest_checkpoint, read_progress, write_checkpoint
 from .optimizers import fastest_dtype, make_adamw, make_optimizers
-from .tokens import TokenRows
+from .sharding import shard, wants_sharding, whole_state
+from .throughput import matmul_peak
+from .transfer import learning_rates
 
 
 @dataclass
 class PretrainRecipe:
-    """What a run consists of, apart from its model and its data. Learning rates are peaks."""
+    """What a run's numbers depend on, apart from its model and its data. Learning rates are peaks."""
 
     total_steps: int = field(default=480, metadata={"help": "Optimizer steps."})
+    budget_tokens: int | float | None = field(default=None, metadata={"help": "Tokens instead of steps."})
+    budget_flops: float | None = field(
+        default=None, metadata={"help": "FLOPs instead of steps, counted as in arXiv 2604.21106 (attention and head too)."}
+    )
     batch_size: int = field(default=8, metadata={"help": "Rows of an optimizer step, over all ranks and micro-steps."})
     micro_steps: int = field(default=1, metadata={"help": "Forward and backward passes that one step adds up."})
     optimizer: str = field(default="muon", metadata={"help": "muon or muonh (AdamW beside it), or adamw."})
+    transfer: str = field(
+        default="none", metadata={"help": "hyperp: of muonh, rates follow width, batch and tokens (section 5.3); or none."}
+    )
     adamw_lr: float = field(default=6e-4, metadata={"help": "Of optimizer adamw, on everything."})
     weight_decay: float = field(default=0.1, metadata={"help": "Of optimizer adamw, on matrices and embeddings."})
     matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon (RMS-matched) or MuonH (relative), on matrices."})
     matrix_decay: float = field(
         default=1.0,
         metadata={
-            "help": "Weight decay of the matrices. Without it they grow, the prelude's output with them, and beside "
-            "it the normalised state of the loop vanishes: every depth is then the same."
+            "help": "Of muon, weight decay of the matrices. Without it they grow, the prelude's output with them, and "
+            "beside it the normalised state of the loop vanishes: every depth is then the same."
         },
     )
-    embedding_lr: float = field(default=0.3, metadata={"help": "AdamW, on the token embedding."})
-    other_lr: float = field(default=5e-3, metadata={"help": "AdamW, on the head, the norms and lane weights."})
+    embedding_lr: float = field(default=0.3, metadata={"help": "AdamW beside Muon, on the token embedding."})
+    other_lr: float = field(default=5e-3, metadata={"help": "AdamW beside Muon, on the norms, and what has no rate of its own."})
+    head_lr: float | None = field(default=None, metadata={"help": "AdamW beside Muon, on an untied head; other_lr if unset."})
+    lane_lr: float | None = field(
+        default=None, metadata={"help": "AdamW beside Muon, on the lanes of hyperconnections; other_lr if unset."}
+    )
     warmup_steps: int = field(default=0, metadata={"help": "Steps of linear warm-up."})
     decay: str = field(
         default="linear",
@@ -59,11 +79,21 @@ class PretrainRecipe:
     depth_mean: float | None = field(default=None, metadata={"help": "Mean of the log-normal schemes."})
     depth_curriculum: str | None = field(default=None, metadata={"help": "linear or 1-sqrt growth of the mean, if any."})
     depth_curriculum_steps: int | None = field(default=None, metadata={"help": "Steps of that growth."})
+    backprop_curriculum_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Truncated backpropagation that lengthens: through the last pass at first, through the model's "
+            "backprop_recurrences (all passes where it has none) after so many steps, linearly."
+        },
+    )
     growth_operator: str | None = field(
         default=None, metadata={"help": "midas or lidas: the stack grows from growth_block_size layers to the model's depth."}
     )
     growth_block_size: int = field(default=4, metadata={"help": "Layers of the initial stack, and of each growth."})
     growth_alpha: float = field(default=1.0, metadata={"help": "PROP-alpha: stage i gets steps in proportion to i^alpha."})
+    growth_rounding: str = field(
+        default="largest_remainder", metadata={"help": "Of stages to whole steps; floor is what the paper's FLOPs show."}
+    )
     retrofit_layers: list | None = field(
         default=None,
         metadata={"help": "[start, stop): these layers run once more than in the model given, as in the paper's cooldown."},
@@ -79,12 +109,21 @@ class PretrainRecipe:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         for name, choices in (
             ("optimizer", ("muon", "muonh", "adamw")),
+            ("transfer", ("none", "hyperp")),
             ("decay", ("linear", "cosine", "trapezoid")),
             ("growth_operator", (None, *OPERATORS)),
+            ("growth_rounding", ("largest_remainder", "floor")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {' or '.join(map(repr, choices))}.")
-        if self.decay_steps is not None and (self.decay != "trapezoid" or not 1 <= self.decay_steps <= self.total_steps):
+        for name in ("budget_tokens", "budget_flops", "backprop_curriculum_steps"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+        if self.transfer == "hyperp" and self.optimizer != "muonh":
+            raise ValueError(f"transfer='hyperp' needs optimizer='muonh' (it is {self.optimizer!r}).")
+        if self.decay_steps is not None and (
+            self.decay != "trapezoid" or self.decay_steps < 1 or (not self.budgeted and self.decay_steps > self.total_steps)
+        ):
             raise ValueError(
                 f"decay_steps={self.decay_steps} must be between 1 and total_steps={self.total_steps}, with "
                 f"decay='trapezoid' (it is {self.decay!r})."
@@ -96,6 +135,39 @@ class PretrainRecipe:
                 raise ValueError(f"retrofit_layers={self.retrofit_layers!r} loops a stack that growth_operator grows: in turn.")
         if self.precision not in ("auto", "bf16", "no"):
             raise ValueError(f"precision={self.precision!r} must be 'auto', 'bf16' or 'no' (fp16 is unusable on CPUs).")
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the number of steps still has to follow from a budget."""
+        return self.budget_tokens is not None or self.budget_flops is not None
+
+    def resolved(self, config: PreTrainedConfig, sequence_length: int) -> "PretrainRecipe":
+        """
+        The same recipe with its budget turned into steps, round(budget / what a step costs), and with the learning
+        rates that `transfer` gives for `config` (arXiv 2604.21106, sections 2.2 and 5.3 of its specification).
+        """
+        per_step = self.batch_size * sequence_length
+        steps, tokens = self.total_steps, self.total_steps * per_step
+        if self.budget_tokens is not None:
+            steps, tokens = round(self.budget_tokens / per_step), int(self.budget_tokens)
+        elif self.budget_flops is not None:
+            per_token = mean_training_flops(self, config, sequence_length)
+            steps, tokens = round(self.budget_flops / (per_token * per_step)), int(self.budget_flops / per_token)
+        if steps < 1:
+            raise ValueError(f"The budget is less than one step of {per_step:,} tokens: raise it or lower batch_size.")
+        recipe = replace(self, total_steps=steps, budget_tokens=None, budget_flops=None)
+        if self.transfer == "hyperp":
+            rates = learning_rates(config.hidden_size, per_step, tokens, config.num_recurrences)
+            recipe = replace(
+                recipe,
+                transfer="none",
+                matrix_lr=rates.matrix,
+                embedding_lr=rates.embedding,
+                head_lr=rates.head,
+                other_lr=rates.norm,
+                lane_lr=rates.lanes,
+            )
+        return recipe
 
     def learning_rate(self, step: int) -> float:
         """Multiplier of the peak at `step`: linear warm-up, then `decay` to `final_lr`."""
@@ -124,7 +196,7 @@ class PretrainRecipe:
                 "reached by growing so many at a time."
             )
         until = self.plateau_end if self.decay == "trapezoid" else self.total_steps
-        return growth_schedule(until, stages, self.growth_alpha)
+        return growth_schedule(until, stages, self.growth_alpha, self.growth_rounding)
 
     def growth_steps(self, config: PreTrainedConfig) -> list[int]:
         """After how many finished steps the stack grows, on its way to the depth of `config`."""
@@ -136,6 +208,37 @@ class PretrainRecipe:
         curriculum = {"curriculum": self.depth_curriculum, "curriculum_steps": self.depth_curriculum_steps}
         return DepthSampler(self.depth_scheme, maximum=most, mean=self.depth_mean, **curriculum)
 
+    def backprop_recurrences(self, config: PreTrainedConfig, step: int) -> int | None:
+        """Passes that gradients flow through at `step`, as `backprop_curriculum_steps` has it; None is all."""
+        most = config.backprop_recurrences
+        if self.backprop_curriculum_steps is None or step >= self.backprop_curriculum_steps:
+            return most
+        full = config.trained_recurrences if most is None else most
+        return 1 + math.floor((full - 1) * step / self.backprop_curriculum_steps)
+
+
+@dataclass
+class RunOptions:
+    """How a run is watched and kept: nothing here changes its numbers, and a continued run may change it."""
+
+    tracker: str = field(default="tensorboard", metadata={"help": "tensorboard, trackio, wandb, or none."})
+    keep_last: int = field(default=2, metadata={"help": "Newest checkpoints kept; the best one and a plateau's end are too."})
+    evaluate_every_tokens: int | float | None = field(
+        default=None, metadata={"help": "Training tokens between held-out losses; they are also taken before checkpoints."}
+    )
+    regional_compile: bool = field(default=False, metadata={"help": "torch.compile of each layer by itself."})
+    limit_minutes: float | None = field(default=None, metadata={"help": "Save and stop then; --resume auto continues."})
+
+    def __post_init__(self):
+        trackers = ("tensorboard", "trackio", "wandb", "none")
+        if self.tracker not in trackers:
+            raise ValueError(f"tracker={self.tracker!r} must be one of {', '.join(trackers)}.")
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last={self.keep_last} must be at least 1.")
+        for name in ("evaluate_every_tokens", "limit_minutes"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+
 
 @dataclass
 class PretrainResult:
@@ -145,16 +248,22 @@ class PretrainResult:
     step: int
     losses: list[float]
     tokens_per_second: float
+    validation_nats: float | None = None
 
 
 def pretrain(
     model: PreTrainedModel,
-    rows: TokenRows,
+    rows,
     recipe: PretrainRecipe,
     output_dir: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = True,
     limit_seconds: float | None = None,
+    held_out=None,
+    options: RunOptions | None = None,
+    facts: dict | None = None,
+    optimizers_from: str | Path | None = None,
+    decorate=None,
 ) -> PretrainResult:
     """
     Trains `model` in place, from the newest checkpoint under `output_dir` if there is one.
@@ -165,36 +274,41 @@ def pretrain(
 
     Row order, depths and learning rates are functions of the step, so a continued run repeats what an uninterrupted
     one would have done. SIGINT, SIGTERM and the end of `limit_seconds` write a checkpoint after the step at hand and
-    return `finished=False`. A checkpoint is a `from_pretrained` directory with the optimizers' state beside it.
+    return `finished=False`. A checkpoint is a `from_pretrained` directory with the optimizers' state beside it;
+    `metrics.jsonl` has a line for each step.
+
+    Args:
+        rows: `tokens.TokenRows` or `data.MixedRows`.
+        held_out: `data.HeldOut`, whose loss is taken before checkpoints and as `options` say.
+        options: By default no tracker, and only the newest checkpoint is kept.
+        facts: What a checkpoint has to share with the run that continues it, besides the recipe.
+        optimizers_from: A checkpoint of another run, with the same parameters, whose optimizers this run goes on with.
+        decorate: Called with a checkpoint's folder before it gets its name, to add files.
 
     Raises:
         `ValueError`: where the checkpoint belongs to another recipe, or ranks that the launcher started do not see
         each other.
         `FloatingPointError`: at the first loss that is not finite; the last checkpoint stays.
+        `OSError`: where a checkpoint cannot be written; the last one stays.
     """
-    precision = recipe.precision
-    if precision == "auto":
-        precision = "bf16" if fastest_dtype() is torch.bfloat16 else "no"
-    accelerator = Accelerator(mixed_precision=precision)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world != accelerator.num_processes:
-        raise ValueError(
-            f"The launcher started {world} processes and Accelerate sees {accelerator.num_processes}: on CPUs, set "
-            "ACCELERATE_USE_CPU=true before the launcher."
-        )
+    options = options or RunOptions(tracker="none", keep_last=1)
+    output_dir = Path(output_dir)
+    recipe = recipe.resolved(model.config, rows.length)
+    accelerator, sharded = _accelerator(recipe, options, output_dir, model.config)
+    world = accelerator.num_processes
     per_rank, rest = divmod(recipe.batch_size, world * recipe.micro_steps)
     if rest or per_rank < 1:
         raise ValueError(
             f"batch_size={recipe.batch_size} does not split over {world} processes and {recipe.micro_steps} "
             "micro-steps: make it a multiple."
         )
-    output_dir = Path(output_dir)
     if recipe.retrofit_layers is not None:
         add_recurrence(model, *recipe.retrofit_layers)
     sampler = recipe.depth_sampler(model.config)
     grows_after = recipe.growth_steps(model.config)
     checkpoint = newest_checkpoint(output_dir)
-    start = 0 if checkpoint is None else _steps_done(checkpoint, recipe)
+    start = 0 if checkpoint is None else _steps_done(checkpoint, recipe, facts or {})
+    best = (math.inf, None) if checkpoint is None else _best(output_dir)
     growths = 0
     if recipe.growth_operator is not None:
         shrink(model, recipe.growth_block_size)
@@ -206,12 +320,26 @@ def pretrain(
         model.activation_checkpointing_enable()
     optimizers = recipe_optimizers(model, recipe)
     if checkpoint is not None:
-        _restore(checkpoint, model, optimizers)
+        _restore(checkpoint, model, optimizers, rows)
+    elif optimizers_from is not None:
+        _load_optimizers(Path(optimizers_from), optimizers)
+        for optimizer, fresh in zip(optimizers, recipe_optimizers(model, recipe), strict=True):
+            for group, new in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+                group["peak_lr"] = new["peak_lr"]  # this run's own
     model.train()
-    wrapped, *optimizers = accelerator.prepare(model, *optimizers)
+    backprop = model.config.backprop_recurrences
+    if sharded:
+        wrapped, optimizers = shard(model.to(accelerator.device), optimizers)
+    else:
+        wrapped, *optimizers = accelerator.prepare(model, *optimizers)
+    if options.regional_compile:
+        _compile_layers(model)
+    speed = _Speed(accelerator, recipe, rows.length)
+    metrics = _Metrics(output_dir, start, accelerator, options.tracker, recipe)
 
-    stop = _StopSignals()
     losses: list[float] = []
+    validation = None
+    next_evaluation = _next_multiple(start * recipe.batch_size * rows.length, options.evaluate_every_tokens)
     began = time.perf_counter()
     bar = tqdm(
         range(start, recipe.total_steps),
@@ -221,62 +349,237 @@ def pretrain(
         desc="pretrain",
         disable=not (progress and accelerator.is_main_process),
     )
-    step = start
-    with stop:
+    with _StopSignals() as stop:
         for step in bar:
             while growths < sum(after <= step for after in grows_after):
-                wrapped, optimizers = grow_prepared(
-                    accelerator, wrapped, optimizers, recipe.growth_operator, recipe.growth_block_size
-                )
+                wrapped, optimizers = _grow(accelerator, sharded, wrapped, optimizers, recipe)
                 model = accelerator.unwrap_model(wrapped)
+                if options.regional_compile:
+                    _compile_layers(model)
                 growths += 1
+                speed.grown()
+            multiplier = recipe.learning_rate(step)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * recipe.learning_rate(step)
+                    group["lr"] = group["peak_lr"] * multiplier
+            if recipe.backprop_curriculum_steps is not None:
+                model.config.backprop_recurrences = backprop
+                model.config.backprop_recurrences = recipe.backprop_recurrences(model.config, step)
             step_loss = torch.zeros((), device=accelerator.device)
             for micro_step in range(recipe.micro_steps):
                 micro_batch = step * recipe.micro_steps + micro_step
                 first = (micro_batch * world + accelerator.process_index) * per_rank
-                batch = rows.batch(first, per_rank).to(accelerator.device)
+                inputs = {name: value.to(accelerator.device) for name, value in rows.inputs(first, per_rank).items()}
                 depth = sampler.draw(recipe.seed, step, micro_step)
                 set_noise_key(model, NoiseKey(recipe.seed, step, micro_step, accelerator.process_index * per_rank))
                 last = micro_step == recipe.micro_steps - 1
-                with nullcontext() if last else accelerator.no_sync(wrapped):
-                    loss = wrapped(batch, labels=batch, use_cache=False, num_recurrences=depth).loss
+                if sharded:
+                    wrapped.set_requires_gradient_sync(last)
+                with nullcontext() if last or sharded else accelerator.no_sync(wrapped):
+                    with accelerator.autocast():
+                        loss = wrapped(**inputs, use_cache=False, num_recurrences=depth).loss
                     accelerator.backward(loss / recipe.micro_steps)
                 step_loss += loss.detach() / recipe.micro_steps
+                speed.count(model.config, depth, per_rank)
             set_noise_key(model, None)
             loss = accelerator.reduce(step_loss, "mean").item()
             if not math.isfinite(loss):
+                last = newest_checkpoint(output_dir)
                 raise FloatingPointError(
-                    f"The loss of step {step} is {loss}. Lower the learning rates; the last checkpoint is intact."
+                    f"The loss of step {step} is {loss}. Lower the learning rates; "
+                    + ("there is no checkpoint yet." if last is None else f"the last checkpoint, {last}, is intact.")
                 )
             if recipe.gradient_clip is not None:
-                accelerator.clip_grad_norm_(wrapped.parameters(), recipe.gradient_clip)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_clip)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss)
-            speed = len(losses) * recipe.batch_size * rows.length / (time.perf_counter() - began)
-            bar.set_postfix(loss=f"{recent_mean(losses):.3f}", r=depth, tokens_per_s=f"{speed:,.0f}", refresh=False)
             done = step + 1
+            tokens = done * recipe.batch_size * rows.length
+            bar.set_postfix(loss=f"{recent_mean(losses):.3f}", r=depth, **speed.figures(), refresh=False)
+            metrics.add(done, loss=loss, learning_rate=multiplier, num_recurrences=depth, tokens=tokens, **speed.numbers())
             late = limit_seconds is not None and time.perf_counter() - began > limit_seconds
             stopping = _any_rank(accelerator, stop.received or late)
-            if done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping:
-                if accelerator.is_main_process:
-                    _save(output_dir, done, accelerator.unwrap_model(wrapped), optimizers, recipe, tokenizer)
-                accelerator.wait_for_everyone()
+            saving = done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping
+            plateau = recipe.decay == "trapezoid" and done == recipe.plateau_end
+            if held_out is not None and (saving or plateau or tokens >= next_evaluation):
+                next_evaluation = _next_multiple(tokens, options.evaluate_every_tokens)
+                validation = evaluate(wrapped, held_out, accelerator, per_rank)
+                speed.pause()
+                bits = validation * held_out.tokens / held_out.bytes / math.log(2)
+                metrics.add(done, validation_nats_per_token=validation, validation_bits_per_byte=bits)
+                if accelerator.is_main_process and progress:
+                    bar.write(f"step {done:,}: held-out {validation:.4f} nats/token, {bits:.4f} bits/byte")
+            if saving or plateau:
+                if recipe.backprop_curriculum_steps is not None:
+                    model.config.backprop_recurrences = backprop
+                if validation is not None and validation < best[0]:
+                    best = validation, done
+                kept = {best[1], recipe.plateau_end if recipe.decay == "trapezoid" else None} - {None}
+                state = {"step": done, "validation_nats": validation, "recipe": asdict(recipe), "facts": facts or {}}
+                _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, options.keep_last, kept, decorate)
+                speed.pause()
             if stopping and done < recipe.total_steps:
                 bar.close()
-                return PretrainResult(False, done, losses, speed)
-    speed = len(losses) * recipe.batch_size * rows.length / max(time.perf_counter() - began, 1e-9)
-    return PretrainResult(True, recipe.total_steps, losses, speed)
+                metrics.close()
+                return PretrainResult(False, done, losses, speed.tokens_per_second, validation)
+    metrics.close()
+    return PretrainResult(True, recipe.total_steps, losses, speed.tokens_per_second, validation)
 
 
-def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The checkpoint directory of the latest step under `output_dir`, if any."""
-    found = Path(output_dir).glob("step-*")
-    return max((path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]), default=None)
+def mean_training_flops(recipe: PretrainRecipe, config: PreTrainedConfig, sequence_length: int) -> float:
+    """FLOPs per token of the full depth, in the mean over the law of depths (`accounting.training_flops_per_token`)."""
+    law = recipe.depth_sampler(config).law
+    return sum(share * training_flops_per_token(config, sequence_length, depth) for depth, share in law.items())
+
+
+def _accelerator(recipe: PretrainRecipe, options: RunOptions, output_dir: Path, config) -> tuple[Accelerator, bool]:
+    """Accelerate's view of the ranks, and whether the model is to be sharded over them."""
+    precision = recipe.precision
+    if precision == "auto":
+        precision = "bf16" if fastest_dtype() is torch.bfloat16 else "no"
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ValueError(
+            "Pretraining and cooldowns do not run under DeepSpeed, whose engine takes one optimizer and keeps it to "
+            "itself: launch with recipes/accelerate/fsdp2.yaml. SFT does run with deepspeed_zero2.yaml."
+        )
+    sharded = wants_sharding()
+    handlers = []
+    if getattr(config, "injection", None) == "none" and config.backprop_recurrences is not None:
+        # Truncation then cuts the prelude off in the steps that run more passes.
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    asked = os.environ.pop("ACCELERATE_USE_FSDP", None)  # sharding.py does what Accelerate's plugin would
+    tracker = None if options.tracker == "none" else options.tracker
+    try:
+        accelerator = Accelerator(
+            mixed_precision=precision, log_with=tracker, project_dir=output_dir, kwargs_handlers=handlers
+        )
+    finally:
+        if asked is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = asked
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world != accelerator.num_processes:
+        raise ValueError(
+            f"The launcher started {world} processes and Accelerate sees {accelerator.num_processes}: on CPUs, set "
+            "ACCELERATE_USE_CPU=true before the launcher."
+        )
+    if sharded and world == 1:
+        raise ValueError("FSDP needs more than one process: launch with --num_processes, or another configuration.")
+    return accelerator, sharded
+
+
+def _grow(accelerator: Accelerator, sharded: bool, wrapped, optimizers, recipe: PretrainRecipe):
+    if sharded:
+        return grow_sharded(wrapped, optimizers, recipe.growth_operator, recipe.growth_block_size, shard)
+    return grow_prepared(accelerator, wrapped, optimizers, recipe.growth_operator, recipe.growth_block_size)
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """Each layer by itself: a graph that all passes share, whatever their number (the whole model has one for each)."""
+    from modeling_looped.decoder_stack import decoder_stack
+
+    for layer in decoder_stack(model).unique_layers:
+        layer.compile()
+
+
+@torch.no_grad()
+def evaluate(model, held_out, accelerator: Accelerator, batch_size: int) -> float:
+    """Nats per token over all held-out windows, which the ranks share; at the configured number of recurrences."""
+    training = model.training
+    model.eval()
+    nats = torch.zeros((), device=accelerator.device)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    windows = held_out.windows
+    # Ranks take batches in turn. Under FSDP all must run as many: those without a batch repeat the last one for nothing.
+    batches = -(-len(windows) // batch_size)
+    for number in range(-(-batches // world)):
+        mine = number * world + rank
+        rows = windows[min(mine, batches - 1) * batch_size :][:batch_size].to(accelerator.device)
+        with accelerator.autocast():
+            logits = model(rows[:, :-1].clamp(min=0), use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), rows[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        nats += loss if mine < batches else 0
+    model.train(training)
+    return accelerator.reduce(nats, "sum").item() / held_out.tokens
+
+
+class _Speed:
+    """Tokens and FLOPs per second of the steps alone: evaluations and checkpoints stop the clock."""
+
+    def __init__(self, accelerator: Accelerator, recipe: PretrainRecipe, length: int):
+        self.length, self.world = length, accelerator.num_processes
+        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+        self.peak = matmul_peak(accelerator.device, dtype) * self.world
+        self.tokens = self.flops = 0
+        self._seconds, self._since = 0.0, time.perf_counter()
+        self._per_token: dict[int, int] = {}
+
+    def count(self, config, depth: int, rows: int) -> None:
+        if depth not in self._per_token:
+            self._per_token[depth] = training_flops_per_token(config, self.length, depth)
+        self.tokens += rows * self.length * self.world
+        self.flops += rows * self.length * self.world * self._per_token[depth]
+
+    def grown(self) -> None:
+        """A step costs something else from now on."""
+        self._per_token.clear()
+
+    def pause(self) -> None:
+        """Forget the time since the last step ended."""
+        self._since = time.perf_counter()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self._seconds, 1e-9)
+
+    def numbers(self) -> dict[str, float]:
+        """Read once at the end of each step."""
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+        rate = self.flops / max(self._seconds, 1e-9)
+        return {"tokens_per_second": round(self.tokens_per_second, 1), "mfu": round(rate / self.peak, 4)}
+
+    def figures(self) -> dict[str, str]:
+        seconds = self._seconds + time.perf_counter() - self._since
+        mfu = self.flops / max(seconds, 1e-9) / self.peak
+        return {"tokens_per_s": f"{self.tokens / max(seconds, 1e-9):,.0f}", "mfu": f"{mfu:.0%}"}
+
+
+class _Metrics:
+    """
+    `metrics.jsonl`, one line a step and one an evaluation, and the tracker. A continued run cuts off the lines of steps
+    that its checkpoint does not have.
+    """
+
+    def __init__(self, output_dir: Path, start: int, accelerator: Accelerator, tracker: str, recipe: PretrainRecipe):
+        self.accelerator, self.tracked = accelerator, tracker != "none"
+        self.file = None
+        if accelerator.is_main_process:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            path, aside = output_dir / "metrics.jsonl", output_dir / ".writing-metrics.jsonl"
+            if path.is_file():
+                lines = (line for line in path.read_text().splitlines() if line.endswith("}"))  # a killed one may end early
+                aside.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= start))
+                os.replace(aside, path)
+            self.file = path.open("a")
+        if self.tracked:
+            accelerator.init_trackers("modeling-looped", {k: v for k, v in asdict(recipe).items() if isinstance(v, (int, float, str))})
+
+    def add(self, step: int, **values) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.flush()
+        if self.tracked:
+            self.accelerator.log(values, step=step)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.tracked:
+            self.accelerator.end_training()
 
 
 class _StopSignals:
@@ -308,28 +611,14 @@ def _any_rank(accelerator: Accelerator, flag: bool) -> bool:
     return accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum").item() > 0
 
 
+def _next_multiple(tokens: int, every: float | None) -> float:
+    """The first multiple of `every` above `tokens`."""
+    return math.inf if every is None else (tokens // every + 1) * every
+
+
 def recent_mean(losses: list[float]) -> float:
     """Mean of the last 20 losses."""
     return sum(losses[-20:]) / len(losses[-20:])
-
-
-def _save(output_dir: Path, step: int, model, optimizers, recipe: PretrainRecipe, tokenizer) -> None:
-    """Written aside and renamed, so that a checkpoint under its own name is always whole."""
-    aside, final = output_dir / f".writing-step-{step}", output_dir / f"step-{step}"
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(aside)
-    torch.save([optimizer.state_dict() for optimizer in optimizers], aside / "optimizers.pt")
-    (aside / "progress.json").write_text(json.dumps({"step": step, "recipe": asdict(recipe)}, indent=2) + "\n")
-    for path in aside.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(aside, final)
-    for older in output_dir.glob("step-*"):
-        if older != final:
-            shutil.rmtree(older)
 
 
 def recipe_optimizers(model: PreTrainedModel, recipe: PretrainRecipe) -> list[torch.optim.Optimizer]:
@@ -337,15 +626,50 @@ def recipe_optimizers(model: PreTrainedModel, recipe: PretrainRecipe) -> list[to
     if recipe.optimizer == "adamw":
         return make_adamw(model, recipe.adamw_lr, recipe.weight_decay)
     rates = recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay
-    return make_optimizers(model, *rates, on_sphere=recipe.optimizer == "muonh")
+    return make_optimizers(
+        model, *rates, on_sphere=recipe.optimizer == "muonh", head_lr=recipe.head_lr, lane_lr=recipe.lane_lr
+    )
 
 
-def _steps_done(checkpoint: Path, recipe: PretrainRecipe) -> int:
-    progress = json.loads((checkpoint / "progress.json").read_text())
+def _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, keep_last, keep, decorate) -> None:
+    weights, states = whole_state(wrapped, optimizers)
+    if accelerator.is_main_process:
+        model = accelerator.unwrap_model(wrapped)
+
+        def write(folder: Path) -> None:
+            model.save_pretrained(folder, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            data = rows.state_dict() if hasattr(rows, "state_dict") else None
+            torch.save({"optimizers": states, "rows": data}, folder / checkpoints.STATE)
+            (folder / checkpoints.PROGRESS).write_text(json.dumps(state, indent=2) + "\n")
+            if decorate is not None:
+                decorate(folder, model, state)
+
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(output_dir, state["step"], write, keep_last, keep)
+    accelerator.wait_for_everyone()
+
+
+def _best(output_dir: Path) -> tuple[float, int | None]:
+    """The lowest held-out loss among the checkpoints, and its step."""
+    found = [read_progress(path) for path in output_dir.glob("step-*") if (path / checkpoints.PROGRESS).is_file()]
+    measured = [(one["validation_nats"], one["step"]) for one in found if one.get("validation_nats") is not None]
+    return min(measured, default=(math.inf, None))
+
+
+FREE_TO_CHANGE = ("checkpoint_every", "activation_checkpointing")  # without another number coming out
+
+
+def _steps_done(checkpoint: Path, recipe: PretrainRecipe, facts: dict) -> int:
+    progress = read_progress(checkpoint)
     trained = {**asdict(PretrainRecipe()), **progress["recipe"]}  # an older one lacks newer fields
-    changed = [name for name, value in asdict(recipe).items() if trained[name] != value]
+    asked = {name: value for name, value in asdict(recipe).items() if name not in FREE_TO_CHANGE}
+    changed = {name: trained[name] for name, value in asked.items() if trained[name] != value}
+    earlier = progress.get("facts", {})
+    changed |= {name: earlier[name] for name, value in facts.items() if name in earlier and earlier[name] != value}
     if changed:
-        was = ", ".join(f"{name}={trained[name]!r}" for name in changed)
+        was = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         raise ValueError(f"{checkpoint} was trained with {was}: continue with the same, or choose another directory.")
     return progress["step"]
 
@@ -355,22 +679,31 @@ def grow_training_state(source: Path, model: PreTrainedModel, operator: str, blo
     Grows `model`, which is the checkpoint `source` of `pretrain`, together with the state of its optimizers, which goes
     to `output` with the recipe: where the model is saved too, `pretrain` continues from there.
     """
-    progress = json.loads((source / "progress.json").read_text())
-    optimizers = recipe_optimizers(model, PretrainRecipe(**progress["recipe"]))
-    _load_optimizers(source, optimizers)
+    optimizers = recipe_optimizers(model, PretrainRecipe(**read_progress(source)["recipe"]))
+    state = _load_optimizers(source, optimizers)
     grow(model, operator, block_size, optimizers)
-    torch.save([optimizer.state_dict() for optimizer in optimizers], output / "optimizers.pt")
-    shutil.copy(source / "progress.json", output)
+    state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
+    torch.save(state, output / checkpoints.STATE)
+    shutil.copy(source / checkpoints.PROGRESS, output)
 
 
-def _restore(checkpoint: Path, model, optimizers) -> None:
+def _restore(checkpoint: Path, model, optimizers, rows) -> None:
     from safetensors.torch import load_model
 
     load_model(model, str(checkpoint / "model.safetensors"))
-    _load_optimizers(checkpoint, optimizers)
+    state = _load_optimizers(checkpoint, optimizers)
+    if state["rows"] is not None:
+        rows.load_state_dict(state["rows"])
 
 
-def _load_optimizers(checkpoint: Path, optimizers) -> None:
-    states = torch.load(checkpoint / "optimizers.pt", weights_only=True, map_location="cpu")
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(state)
+def _load_optimizers(checkpoint: Path, optimizers) -> dict:
+    state = torch.load(checkpoint / checkpoints.STATE, weights_only=True, map_location="cpu")
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return state
+
+
+if __name__ == "__main__":
+    from .launch import main
+
+    main("pretrain")

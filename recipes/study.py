@@ -1,4 +1,4 @@
-"""What studies share: checked recipes in YAML, texts, and a CSV with one row for each finished run."""
+"""What studies share: their recipes, texts, and a CSV with one row for each finished run."""
 
 import csv
 import hashlib
@@ -6,10 +6,8 @@ import json
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, fields
-from difflib import get_close_matches
+from dataclasses import asdict
 from pathlib import Path
-from typing import get_type_hints
 
 import numpy as np
 import torch
@@ -19,22 +17,7 @@ from modeling_looped import __version__
 
 from .corpus import read_texts, split_by_name, standard_library
 from .pretrain import PretrainRecipe
-
-
-def read_yaml(name: str):
-    """The values of a recipe file, or of a bundled one by its name."""
-    import yaml
-
-    path = Path(name)
-    if not path.is_file():
-        path = Path(__file__).parent / f"{name.removesuffix('.yaml')}.yaml"
-        if not path.is_file():
-            bundled = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.yaml")))
-            raise ValueError(f"{name!r} is neither a file nor a bundled recipe ({bundled}).")
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+from .recipe import checked, read_yaml
 
 
 def read_study(name: str, kind: type, model: type, table: tuple[str, type], set_by_the_study: set[str]):
@@ -102,30 +85,3 @@ def append_row(path: Path, columns: Iterable[str], row: dict) -> None:
         writer.writerow({**row, "nats_per_token": f"{row['nats_per_token']:.4f}"})
         file.flush()
         os.fsync(file.fileno())
-
-
-def checked(kind: type, values, where: str):
-    """The dataclass `kind` from a mapping whose keys and types fit."""
-    types = get_type_hints(kind)
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: {values!r} must be a mapping with {', '.join(types)}.")
-    for name, value in values.items():
-        if name not in types:
-            raise ValueError(f"{where}: there is no key {name!r}{hint(name, types)}")
-        expected = types[name] | int if isinstance(0.5, types[name]) else types[name]
-        if not isinstance(value, expected):
-            remedy = ": YAML reads 1e-3 as text, write 1.0e-3" if isinstance(0.5, types[name]) else ""
-            kind_name = getattr(types[name], "__name__", types[name])
-            raise ValueError(f"{where}: {name}={value!r} must be of type {kind_name}{remedy}.")
-    missing = [f.name for f in fields(kind) if f.name not in values and f.default is f.default_factory is MISSING]
-    if missing:
-        raise ValueError(f"{where}: {', '.join(missing)} missing.")
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def hint(name, choices: Iterable[str]) -> str:
-    near = get_close_matches(str(name), choices, n=1)
-    return f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(choices)}."

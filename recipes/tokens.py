@@ -33,6 +33,22 @@ def token_stream(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> np
     return np.concatenate([np.asarray(ids + end, dtype=np.int32) for ids in encoded])
 
 
+def text_stream(tokenizer, texts: Iterable[str], max_tokens: int | None) -> tuple[list[int], int]:
+    """The token stream, and the bytes of the texts that it covers (a cut text counts by its decoded part)."""
+    stream, size = [], 0
+    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + end
+        if max_tokens is not None and len(stream) + len(ids) > max_tokens:
+            ids = ids[: max_tokens - len(stream)]
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+        stream += ids
+        size += len(text.encode("utf-8"))
+        if max_tokens is not None and len(stream) >= max_tokens:
+            break
+    return stream, max(size, 1)
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Rows of `length` tokens cut from a stream, in an order that is a function of (seed, epoch)."""
@@ -56,6 +72,11 @@ class TokenRows:
             start = int(self._order(epoch)[position]) * self.length
             rows.append(self.stream[start : start + self.length])
         return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def inputs(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """The same rows as arguments of a model's forward."""
+        batch = self.batch(first, count)
+        return {"input_ids": batch, "labels": batch}
 
     def _order(self, epoch: int) -> np.ndarray:
         cached = self.__dict__.get("_cached_order")

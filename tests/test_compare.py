@@ -104,7 +104,7 @@ def test_flops_matched_runs_spend_the_dense_budget_to_half_a_step():
         ({"systems": ["dense", "recurent_gpt"]}, "did you mean 'recurrent_gpt'"),
         ({"model": {"hidden_sise": 16}}, "model: there is no key 'hidden_sise': did you mean 'hidden_size'"),
         ({"model": {"hidden_size": 16}}, "num_attention_heads, .* missing"),
-        ({"training": {"adamw_lr": "1e-3"}}, "adamw_lr='1e-3' must be of type float"),
+        ({"training": {"adamw_lr": "high"}}, "adamw_lr='high' must be of type float"),
         ({"training": {"seed": 1}}, "leave seed out"),
         ({"training": {"optimizer": "sgd"}}, "training: optimizer='sgd'"),
         ({"cells": {"isoFLOPS": {"num_core_layer": 1}}}, "isoFLOPS: .*did you mean 'num_core_layers'"),

@@ -1,0 +1,282 @@
+"""What `pretrain` and `cooldown` do around the training loop: read the recipe, look before leaping, start or continue."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from modeling_looped import GrownLlamaConfig, GrownLlamaForCausalLM
+from modeling_looped.accounting import grown_training_flops, parameter_counts
+
+from . import checkpoints
+from .data import DataRecipe, Source, load_data, tokenizer_digest
+from .pretrain import PretrainRecipe, RunOptions, mean_training_flops, newest_checkpoint, pretrain
+from .recipe import ModelSource, ParsedRecipe, as_yaml, parse_recipe
+
+
+FAMILIES = ("looped_gpt", "recurrent_gpt", "mixture_of_recursions", "grown_llama")
+RECIPE = "recipe.yaml"
+# All that a run leaves in its folder, which --overwrite may delete. Packed data stays: it says itself what it is of.
+LEFT_BY_RUNS = ("step-*", ".writing-*", ".deleting-*", "metrics.jsonl", RECIPE, "modeling-looped", "trackio", "wandb")
+
+
+@dataclass
+class CooldownRecipe(PretrainRecipe):
+    """The end of a run on another mixture (arXiv 2602.16490, section 4.2): 1-sqrt decay from the first step to zero."""
+
+    decay: str = field(default="trapezoid", metadata={"help": "As in pretraining; decay_steps is the whole cooldown if unset."})
+    keep_optimizers: bool = field(
+        default=True, metadata={"help": "Go on with the state of the checkpoint's optimizers, where it has some."}
+    )
+
+    @property
+    def plateau_end(self) -> int:
+        return self.total_steps - (self.decay_steps or self.total_steps)
+
+
+STAGES = {
+    "pretrain": (PretrainRecipe, "Pretrain a looped, recurrent or growing model."),
+    "cooldown": (CooldownRecipe, "Train a checkpoint on with another mixture, and with a loop where asked for."),
+}
+
+
+def main(stage: str, arguments: list[str] | None = None) -> None:
+    """The command of a stage. Ends with status 0 where the run is finished or was stopped and saved, 2 on errors."""
+    kind, description = STAGES[stage]
+    parsed = parse_recipe({"model": ModelSource, "data": DataRecipe, "training": kind, "run": RunOptions}, description, arguments)
+    try:
+        launch(parsed, stage)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(f"{stage}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def launch(parsed: ParsedRecipe, stage: str):
+    """Runs what was parsed. Nothing is written before everything that can be wrong without it has been looked at."""
+    source, data, recipe, options = (parsed.sections[name] for name in ("model", "data", "training", "run"))
+    if stage == "cooldown" and source.checkpoint is None:
+        raise ValueError("a cooldown starts from a checkpoint: give --checkpoint.")
+    config = model_config(source)
+    length = data.sequence_length or config.max_position_embeddings
+    if length > config.max_position_embeddings:
+        raise ValueError(
+            f"sequence_length={length} is more than the model's max_position_embeddings={config.max_position_embeddings}: "
+            "lower it, or raise that in fields."
+        )
+    unresolved, recipe = recipe, recipe.resolved(config, length)
+    figures = run_figures(config, recipe, length)
+    if parsed.dry_run:
+        print(describe(config, recipe, data, figures))
+        return None
+    main_process = int(os.environ.get("RANK", 0)) == 0
+    output = Path(parsed.output_dir)
+    if main_process:
+        check_output(output, parsed.resume, parsed.overwrite)
+    disable_progress_bar()  # of loading and saving; training has its own
+    loaded = _loaded_in_turn(data, config, length, output, source)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, getattr(loaded.tokenizer, name))
+    facts = {
+        "model": {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"},
+        "sources": {name: _plain(one) for name, one in data.sources.items()},
+        "data_seed": data.data_seed,
+        "packing": data.packing,
+        "mask_documents": data.mask_documents,
+        "sequence_length": length,
+        "tokenizer": tokenizer_digest(loaded.tokenizer),
+    }
+    facts = json.loads(json.dumps(facts))
+    set_seed(recipe.seed)
+    model = make_model(source, config)
+    optimizers_from = _optimizers_of(source, recipe) if stage == "cooldown" else None
+    text = f"# python -m modeling_looped.recipes.{stage} --config {RECIPE} --output_dir DIR\n" + as_yaml(parsed.values)
+    if main_process:
+        print(describe(config, recipe, data, figures), flush=True)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / RECIPE).write_text(text)
+
+    def decorate(folder: Path, model: PreTrainedModel, state: dict) -> None:
+        (folder / RECIPE).write_text(text)
+        _write_card(folder, model, state, stage, recipe, data, length)
+
+    seconds = None if options.limit_minutes is None else options.limit_minutes * 60
+    result = pretrain(
+        model, loaded.rows, unresolved, output, loaded.tokenizer, sys.stderr.isatty(), seconds, loaded.held_out, options,
+        facts, optimizers_from, decorate,
+    )  # fmt: skip
+    if main_process:
+        last = newest_checkpoint(output)
+        if result.finished:
+            held = "" if result.validation_nats is None else f", held-out {result.validation_nats:.4f} nats/token"
+            print(f"Finished {result.step:,} steps{held}: {last}")
+        else:
+            print(f"Stopped after step {result.step:,} of {recipe.total_steps:,}, saved as {last}: go on with --resume auto.")
+    return result
+
+
+def model_config(source: ModelSource) -> PreTrainedConfig:
+    """Of one of the package's families; a Llama-shaped checkpoint is a GrownLlama without growth."""
+    config = source.config()
+    if config.model_type == "llama":
+        config = GrownLlamaConfig.from_pretrained(source.checkpoint or source.architecture, **source.fields)
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{source.checkpoint or source.architecture!r} is a {config.model_type}: these recipes train {', '.join(FAMILIES)} "
+            "and Llama-shaped checkpoints."
+        )
+    return config
+
+
+def make_model(source: ModelSource, config: PreTrainedConfig) -> PreTrainedModel:
+    if source.checkpoint is None:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model_class = GrownLlamaForCausalLM if config.model_type == "grown_llama" else AutoModelForCausalLM
+    return model_class.from_pretrained(source.checkpoint, config=config, dtype=torch.float32)
+
+
+def _plain(source: Source) -> dict:
+    """Where a file lies is not what it says."""
+    values = asdict(source)
+    return {**values, "path": Path(source.path).name} if Path(source.path).exists() else values
+
+
+def _loaded_in_turn(data: DataRecipe, config: PreTrainedConfig, length: int, output: Path, source: ModelSource):
+    """The first process packs, and the others find it done."""
+    from accelerate import PartialState
+
+    with PartialState().main_process_first():
+        return load_data(data, config.vocab_size, length, output / "data", source.checkpoint)
+
+
+def _optimizers_of(source: ModelSource, recipe: CooldownRecipe) -> Path | None:
+    checkpoint = Path(source.checkpoint)
+    if not recipe.keep_optimizers or not (checkpoint / checkpoints.STATE).is_file():
+        return None
+    trained = checkpoints.read_progress(checkpoint)["recipe"]["optimizer"]
+    if trained != recipe.optimizer:
+        raise ValueError(
+            f"optimizer={recipe.optimizer!r}: {checkpoint} was trained with {trained!r}. Use it here too, or set "
+            "keep_optimizers: false."
+        )
+    return checkpoint
+
+
+def check_output(output: Path, resume: str | None, overwrite: bool) -> None:
+    """
+    Refuses a folder that holds something else than a run, or a run that the user did not say what to do with; deletes
+    a run under `overwrite`.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir={str(output)!r} is a file: name a folder.")
+    nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"output_dir={str(output)!r} cannot be written: {nearest} is read-only for you.")
+    if not output.exists():
+        return
+    others = [path.name for path in output.iterdir() if path.name != "data"]
+    if others and not (output / RECIPE).is_file():
+        raise ValueError(f"{output} holds {sorted(others)[0]!r} and no run of these recipes: choose a new folder.")
+    if (output / RECIPE).is_file() and resume is None and not overwrite:
+        raise ValueError(f"{output} holds a run: pass --resume auto to go on with it, or --overwrite to delete it.")
+    if overwrite:
+        for pattern in LEFT_BY_RUNS:
+            for path in output.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def run_figures(config: PreTrainedConfig, recipe: PretrainRecipe, length: int) -> dict:
+    """Parameters, tokens and FLOPs of a run with resolved budget, from the configuration alone."""
+    counts, per_step = parameter_counts(config), recipe.batch_size * length
+    tokens = recipe.total_steps * per_step
+    per_token = mean_training_flops(recipe, config, length)
+    figures = {
+        "parameters": counts["total"],
+        "parameters_without_embeddings": counts["unique"],
+        "tokens_per_step": per_step,
+        "steps": recipe.total_steps,
+        "tokens": tokens,
+        "flops_per_token": per_token,
+        "flops": per_token * tokens,
+    }
+    if config.model_type == "grown_llama":
+        growing = recipe.growth_operator is not None
+        budgets = recipe.growth_budgets(config.num_hidden_layers) if growing else []
+        extra = 0 if recipe.retrofit_layers is None else recipe.retrofit_layers[1] - recipe.retrofit_layers[0]
+        figures["paper_flops"] = grown_training_flops(
+            config, budgets, recipe.growth_block_size, recipe.total_steps, per_step, length
+        )
+        if extra:
+            one = grown_training_flops(config, [1], config.num_hidden_layers + extra, 1, per_step, length)
+            figures["paper_flops"] = one * recipe.total_steps
+        figures["growth_steps"] = recipe.growth_steps(config)
+    return figures
+
+
+def describe(config: PreTrainedConfig, recipe: PretrainRecipe, data: DataRecipe, figures: dict) -> str:
+    """What a run will be, as text."""
+    plan = config.plan()
+    if recipe.optimizer == "adamw":
+        rates = {"all": recipe.adamw_lr}
+    else:
+        rates = {"matrices": recipe.matrix_lr, "embedding": recipe.embedding_lr, "head": recipe.head_lr or recipe.other_lr,
+                 "norms": recipe.other_lr}  # fmt: skip
+    lines = [
+        ("model", f"{config.model_type} {plan}: {plan.unique_layers} unique layers, {plan.effective_depth} executed"),
+        (
+            "parameters",
+            f"{figures['parameters']:,} stored, {figures['parameters_without_embeddings']:,} without embeddings and head",
+        ),
+        ("step", f"{recipe.batch_size:,} rows, {figures['tokens_per_step']:,} tokens"),
+        ("steps", f"{figures['steps']:,}"),
+        ("tokens", f"{figures['tokens']:,}"),
+        (
+            "training FLOPs",
+            f"{figures['flops']:.6g}, {figures['flops_per_token']:,.0f} a token (counted as in arXiv 2604.21106)",
+        ),
+    ]
+    if "paper_flops" in figures:
+        lines.append(("", f"{figures['paper_flops'] / 1e15:,.3f} petaFLOP (counted as in arXiv 2602.16490)"))
+    if recipe.growth_operator is not None:
+        lines.append(("grows", f"{recipe.growth_operator} after steps {', '.join(map(str, figures['growth_steps']))}"))
+    if recipe.retrofit_layers is not None:
+        lines.append(("retrofit", "layers {} to {} run once more".format(recipe.retrofit_layers[0], recipe.retrofit_layers[1] - 1)))
+    lines += [
+        ("optimizer", f"{recipe.optimizer}; peaks " + ", ".join(f"{name} {rate:.5g}" for name, rate in rates.items())),
+        ("data", ", ".join(f"{name} {source.share:.2%}" for name, source in data.sources.items())),
+    ]
+    return "\n".join(f"{name:<15} {text}" for name, text in lines)
+
+
+def _write_card(folder: Path, model, state: dict, stage: str, recipe: PretrainRecipe, data: DataRecipe, length: int) -> None:
+    from huggingface_hub import ModelCard, ModelCardData
+
+    plan = model.config.plan()
+    card = ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=["looped", "recurrent-depth", "modeling-looped", model.config.model_type],
+        ),
+        template_path=str(files("modeling_looped.hub_cards") / "run.md"),
+        title=f"{type(model).__name__} {plan}",
+        plan=str(plan),
+        unique_layers=plan.unique_layers,
+        effective_depth=plan.effective_depth,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_recurrences=model.config.num_recurrences,
+        stage=stage,
+        step=state["step"],
+        total_steps=recipe.total_steps,
+        tokens=state["step"] * recipe.batch_size * length,
+        sources={name: f"{source.path} ({source.share:.2%})" for name, source in data.sources.items()},
+        validation_nats=state["validation_nats"],
+    )
+    card.save(folder / "README.md")

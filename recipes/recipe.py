@@ -1,0 +1,300 @@
+"""One parser for the three scripts: a recipe YAML of sections, options that override its fields, and a dry run."""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from transformers import AutoConfig, PreTrainedConfig
+
+from modeling_looped import LoopedGPTConfig
+
+
+BUDGETS = ("total_steps", "budget_tokens", "budget_flops")  # a layer of settings that has one replaces all below it
+NESTED = ("fields",)  # mappings that a higher layer adds to instead of replacing them
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 and 1e18 as text, since they have no point or no sign: here they are numbers."""
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def read_yaml(name: str):
+    """The values of a recipe file, or of a bundled one by its name."""
+    path = Path(name)
+    if not path.is_file():
+        path = Path(__file__).parent / f"{name.removesuffix('.yaml')}.yaml"
+        if not path.is_file():
+            bundled = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.yaml")))
+            raise ValueError(f"{name!r} is neither a file nor a bundled recipe ({bundled}).")
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def checked(kind: type, values, where: str):
+    """The dataclass `kind` from a mapping whose keys and types fit."""
+    types = get_type_hints(kind)
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: {values!r} must be a mapping with {', '.join(types)}.")
+    for name, value in values.items():
+        if name not in types:
+            raise ValueError(f"{where}: there is no key {name!r}{hint(name, types)}")
+        expected = types[name] | int if isinstance(0.5, types[name]) else types[name]
+        takes_bool = bool in (types[name], *get_args(types[name]))  # to isinstance True is an int
+        if not isinstance(value, expected) or (isinstance(value, bool) and not takes_bool):
+            kind_name = types[name].__name__ if isinstance(types[name], type) else types[name]
+            raise ValueError(f"{where}: {name}={value!r} must be of type {kind_name}.")
+    missing = [f.name for f in fields(kind) if f.name not in values and f.default is f.default_factory is MISSING]
+    if missing:
+        raise ValueError(f"{where}: {', '.join(missing)} missing.")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def hint(name, choices: Iterable[str]) -> str:
+    near = get_close_matches(str(name), choices, n=1)
+    return f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(choices)}."
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model of a run: a configuration to start from scratch, or a checkpoint to start from."""
+
+    architecture: str | None = field(
+        default=None,
+        metadata={
+            "help": "A ready configuration's name (looped-gpt-s10-r4), a folder with a config.json, a Hub name, a "
+            "model_type to be filled by fields, or iso-depth, which size and recurrences fill."
+        },
+    )
+    checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint whose weights the run starts from."})
+    size: int | None = field(default=None, metadata={"help": "Of architecture iso-depth: width 64 * size."})
+    recurrences: int | None = field(default=None, metadata={"help": "Passes over the core; of iso-depth, at equal depth."})
+    fields: dict = field(default_factory=dict, metadata={"help": "Fields of the configuration to change: {name: value}."})
+
+    def __post_init__(self):
+        if (self.architecture is None) == (self.checkpoint is None):
+            raise ValueError(
+                f"architecture={self.architecture!r} and checkpoint={self.checkpoint!r}: give one of the two, a "
+                "configuration to start from scratch or a checkpoint to start from."
+            )
+        if (self.architecture == "iso-depth") != (self.size is not None):
+            raise ValueError(f"size={self.size!r} belongs to architecture 'iso-depth' (it is {self.architecture!r}).")
+
+    def config(self) -> PreTrainedConfig:
+        """
+        The configuration of the model at the start of training.
+
+        Raises:
+            `ValueError`: for names that lead nowhere, and fields that the configuration does not have or refuses.
+        """
+        changes = dict(self.fields)
+        if self.architecture == "iso-depth":
+            for key in set(changes) & {"hidden_size", "num_core_layers", "num_recurrences"}:
+                raise ValueError(f"fields: {key} of architecture 'iso-depth' follows from size and recurrences.")
+            return LoopedGPTConfig.iso_depth(self.size, self.recurrences or 1, **changes)
+        if self.recurrences is not None:
+            changes["num_recurrences"] = self.recurrences
+        config = self._named()
+        known = {name for name in vars(config) if not name.startswith("_")} | set(get_type_hints(type(config)))
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"fields: {type(config).__name__} has no {name!r}{hint(name, sorted(known))}")
+        values = {**config.to_dict(), **changes}
+        if "depth_plan" in changes and "trained_recurrences" not in changes:
+            values.pop("trained_recurrences", None)
+        return type(config)(**{name: value for name, value in values.items() if name != "transformers_version"})
+
+    def _named(self) -> PreTrainedConfig:
+        name = self.checkpoint or self.architecture
+        bundled = Path(find_spec("modeling_looped.configuration").origin).parent
+        if self.architecture is not None:
+            if (bundled / name / "config.json").is_file():
+                return AutoConfig.from_pretrained(bundled / name)
+            if name in ("looped_gpt", "recurrent_gpt", "mixture_of_recursions", "grown_llama"):
+                return AutoConfig.for_model(name, **self.fields)
+        try:
+            return AutoConfig.from_pretrained(name)
+        except Exception as error:  # of many kinds: a missing file, an unknown model_type, no network
+            what = "architecture" if self.checkpoint is None else "checkpoint"
+            ready = sorted(path.parent.name for path in bundled.glob("*/config.json"))
+            near = get_close_matches(name, ready, 1)
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{what}={name!r} holds no configuration" + (f": did you mean {near[0]!r}?" if near else f" ({reason}).")
+            ) from None
+
+
+@dataclass
+class ParsedRecipe:
+    """`sections` holds one checked dataclass a section; `values` the plain mapping that they were made of."""
+
+    sections: dict[str, Any]
+    values: dict[str, dict]
+    output_dir: str | None
+    resume: str | None
+    overwrite: bool
+    dry_run: bool
+
+
+def parse_recipe(sections: dict[str, type], description: str, arguments: Sequence[str] | None = None) -> ParsedRecipe:
+    """
+    The recipe that a script is asked to run: `--config` names a YAML file or a bundled recipe, `--toy` lays the
+    recipe's own `toy` section over it, and every field of every section is an option that overrides both. What the
+    user can correct ends the process with its sentence and status 2.
+
+    Args:
+        sections: A dataclass for each section of the YAML. Field names differ between them.
+        arguments: Instead of the command line's.
+    """
+    parser = _parser(sections, description)
+    try:
+        return _parse(parser, sections, arguments)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _parser(sections: dict[str, type], description: str) -> argparse.ArgumentParser:
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    parser = argparse.ArgumentParser(
+        prog=module.name.rpartition(".")[2] if module else None, description=description, allow_abbrev=False
+    )
+    parser.add_argument("--config", required=True, metavar="RECIPE", help="A recipe .yaml, or the name of a bundled one.")
+    parser.add_argument("--output_dir", metavar="DIR", help="Where checkpoints, metrics and packed data go.")
+    parser.add_argument("--toy", action="store_true", help="The recipe's small twin, which two CPU cores run in minutes.")
+    parser.add_argument("--dry-run", dest="dry_run", action="store_true", help="Print model, tokens and FLOPs; write nothing.")
+    parser.add_argument("--resume", choices=["auto"], help="auto continues from the newest checkpoint in DIR, if any.")
+    parser.add_argument("--overwrite", action="store_true", help="Delete the run that DIR holds, and start again.")
+    for section, kind in sections.items():
+        group = parser.add_argument_group(f"section {section}")
+        for one in fields(kind):
+            default = "" if one.default in (None, MISSING) else f" Default {one.default}."
+            text = (one.metadata.get("help", "") + default).replace("%", "%%")
+            group.add_argument(f"--{one.name}", metavar="VALUE", help=text, default=argparse.SUPPRESS)
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, sections: dict[str, type], arguments) -> ParsedRecipe:
+    arguments = [_underscored(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+    given, unknown = parser.parse_known_args(arguments)
+    options = vars(given)
+    homes = {one.name: section for section, kind in sections.items() for one in fields(kind)}
+    if unknown:
+        names = [option.removeprefix("--") for option in parser._option_string_actions]
+        raise ValueError(f"there is no option {unknown[0]!r}{hint(unknown[0].lstrip('-').partition('=')[0], names)}")
+    layers = recipe_layers(given.config, sections, given.toy)
+    typed: dict[str, dict] = {}
+    for name, section in homes.items():
+        if name in options:
+            value = _load(options[name], f"--{name}")
+            if value is not None and str in _alternatives(sections[section], name) and not isinstance(value, (dict, list)):
+                value = options[name]  # a name that looks like a number stays a name
+            typed.setdefault(section, {})[name] = value
+    values = merged([*layers, typed], {section: f"{given.config}, {section}" for section in sections})
+    made = {
+        section: checked(kind, values.get(section, {}), f"{given.config}, {section}") for section, kind in sections.items()
+    }
+    if given.output_dir is None and not given.dry_run:
+        raise ValueError("--output_dir is missing: name the folder of this run, or ask for a --dry-run.")
+    if given.resume and given.overwrite:
+        raise ValueError("--resume continues a run and --overwrite deletes it: give one of the two.")
+    return ParsedRecipe(made, values, given.output_dir, given.resume, given.overwrite, given.dry_run)
+
+
+def recipe_layers(name: str, sections: dict[str, type], toy: bool = False) -> list[dict[str, dict]]:
+    """The settings of a recipe, its `extends` before it and, where asked for, its `toy` section last."""
+    values = read_yaml(name)
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: {values!r} must be a mapping with {', '.join(sections)}.")
+    values = dict(values)
+    parent, small = values.pop("extends", None), values.pop("toy", None)
+    for key in values:
+        if key not in sections:
+            raise ValueError(f"{name}: there is no section {key!r}{hint(key, sections)}")
+    beneath = path_of_parent(name, parent)
+    layers = [values] if parent is None else [*recipe_layers(beneath, sections), values]
+    if toy:
+        if small is None and parent is not None:
+            return [*recipe_layers(beneath, sections, toy=True), values, _small(beneath)]
+        if small is None:
+            raise ValueError(f"{name} has no toy section: leave --toy out.")
+        layers.append(small)
+    return layers
+
+
+def _small(name: str) -> dict:
+    """The toy section of a recipe, its parents' where it has none."""
+    values = read_yaml(name)
+    return values.get("toy") or _small(path_of_parent(name, values["extends"]))
+
+
+def path_of_parent(name: str, parent: str | None) -> str | None:
+    """A recipe that another one extends: beside it, or bundled."""
+    if parent is not None and Path(name).is_file() and (Path(name).parent / parent).is_file():
+        return str(Path(name).parent / parent)
+    return parent
+
+
+def merged(layers: list[dict[str, dict]], where: dict[str, str]) -> dict[str, dict]:
+    """One mapping of sections: later layers win, budgets as a whole, and `fields` add up."""
+    result: dict[str, dict] = {}
+    for layer in layers:
+        for section, values in layer.items():
+            if not isinstance(values, dict):
+                raise ValueError(f"{where.get(section, section)}: {values!r} must be a mapping.")
+            into = result.setdefault(section, {})
+            budgets = [name for name in BUDGETS if values.get(name) is not None]
+            if len(budgets) > 1:
+                raise ValueError(f"{where.get(section, section)}: give one of {' and '.join(budgets)}; the rest follows.")
+            if budgets:
+                for name in BUDGETS:
+                    into.pop(name, None)
+            for pair in (("architecture", "checkpoint"), ("checkpoint", "architecture")):
+                if section == "model" and values.get(pair[0]) is not None:
+                    into.pop(pair[1], None)
+            if section == "model" and values.get("architecture") not in (None, "iso-depth"):
+                into.pop("size", None)
+            for name, value in values.items():
+                if name in NESTED and isinstance(value, dict):
+                    value = {**into.get(name, {}), **value}
+                into[name] = value
+    return result
+
+
+def _underscored(argument: str) -> str:
+    """--total-steps is --total_steps."""
+    if not argument.startswith("--") or argument == "--dry-run":
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}".replace("--dry_run", "--dry-run")
+
+
+def _load(text: str, where: str):
+    try:
+        return yaml.load(text, YamlLoader)
+    except yaml.YAMLError:
+        raise ValueError(f"{where} {text!r} is not a value: quote it, or write lists and mappings as in YAML.") from None
+
+
+def _alternatives(kind: type, name: str) -> tuple:
+    hint_ = get_type_hints(kind)[name]
+    return getattr(hint_, "__args__", (hint_,))
+
+
+def as_yaml(values: dict) -> str:
+    """Text that a recipe file may hold."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
