@@ -1,11 +1,15 @@
-# make demo | make test | make test-all | make bench. Each makes .venv itself when it is absent.
+# make demo | make recipe-toy | make test | make test-all | make bench. Each makes .venv itself when it is absent.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN = .venv/bin
 DEMO_OUTPUT ?= demo-output
+RECIPE_OUTPUT ?= recipe-toy-output
 SLOW = slow or smollm2 or distributed or browser or upstream
 
 demo: .venv/.train
 	$(BIN)/looped demo $(DEMO_OUTPUT)
+
+recipe-toy: .venv/.train
+	$(BIN)/python -m modeling_looped.recipes.grow_cooldown_loop $(RECIPE_OUTPUT)
 
 test: .venv/.test
 	$(BIN)/python -m pytest -n auto -m "not ($(SLOW))"
@@ -27,4 +31,4 @@ bench: .venv/.test
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,eval,peft,test]"
 	touch $@ .venv/.train
 
-.PHONY: demo test test-all bench
+.PHONY: demo recipe-toy test test-all bench

@@ -114,6 +114,42 @@ def compare(
     run_compare(*shared)
 
 
+# Scripts with a parser of their own, which a launcher starts as modeling_looped.recipes.NAME on several processes.
+_SCRIPT = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "add_help_option": False}
+
+
+@app.command(**_SCRIPT)
+def pretrain(context: typer.Context):
+    """Pretrain from a recipe: --config RECIPE --output_dir DIR, and an option for every field (--help lists them)."""
+    from modeling_looped.recipes.launch import main as run
+
+    run("pretrain", context.args)
+
+
+@app.command(**_SCRIPT)
+def cooldown(context: typer.Context):
+    """Train a checkpoint on with another mixture, and with a loop where asked for: as pretrain, with --checkpoint."""
+    from modeling_looped.recipes.launch import main as run
+
+    run("cooldown", context.args)
+
+
+@app.command(**_SCRIPT)
+def sft(context: typer.Context):
+    """Fine-tune a checkpoint with trl, all weights or LoRA: --config RECIPE --checkpoint DIR --output_dir DIR."""
+    from modeling_looped.recipes.sft import main as run
+
+    run(context.args)
+
+
+@app.command(**_SCRIPT)
+def pack(context: typer.Context):
+    """Pack the data of a recipe once, for runs that get --packed_dir: --config RECIPE --output_dir DIR."""
+    from modeling_looped.recipes.pack import main as run
+
+    run(context.args)
+
+
 def _load(checkpoint: str, **overrides):
     from transformers import AutoTokenizer
 

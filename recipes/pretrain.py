@@ -540,7 +540,11 @@ class _Speed:
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
         rate = self.flops / max(self._seconds, 1e-9)
-        return {"tokens_per_second": round(self.tokens_per_second, 1), "mfu": round(rate / self.peak, 4)}
+        return {
+            "seconds": round(self._seconds, 4),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "mfu": round(rate / self.peak, 4),
+        }
 
     def figures(self) -> dict[str, str]:
         seconds = self._seconds + time.perf_counter() - self._since

@@ -110,14 +110,24 @@ class ModelSource:
         if self.recurrences is not None:
             changes["num_recurrences"] = self.recurrences
         config = self._named()
-        known = {name for name in vars(config) if not name.startswith("_")} | set(get_type_hints(type(config)))
+        known = {name for name in vars(config) if not name.startswith("_")} | {one.name for one in fields(type(config))}
+        known.add("num_recurrences")  # of a GrownLlama it follows from its plan, and turns it
         for name in changes:
             if name not in known:
                 raise ValueError(f"fields: {type(config).__name__} has no {name!r}{hint(name, sorted(known))}")
-        values = {**config.to_dict(), **changes}
-        if "depth_plan" in changes and "trained_recurrences" not in changes:
-            values.pop("trained_recurrences", None)
-        return type(config)(**{name: value for name, value in values.items() if name != "transformers_version"})
+        # Of a bare model_type, defaults that follow from other fields have to follow from these.
+        values = dict(changes) if self.architecture == config.model_type else {**config.to_dict(), **changes}
+        if {"depth_plan", "num_recurrences"} & set(changes) and "trained_recurrences" not in changes:
+            values.pop("trained_recurrences", None)  # a run trains the depth that it is given
+        values.pop("transformers_version", None)
+        if not hasattr(config, "depth_plan"):
+            return type(config)(**values)
+        depth = values.pop("num_recurrences", None)
+        made = type(config)(**values)
+        if depth is not None:
+            made.num_recurrences = depth
+            made.trained_recurrences = changes.get("trained_recurrences", depth)
+        return made
 
     def _named(self) -> PreTrainedConfig:
         name = self.checkpoint or self.architecture
@@ -126,7 +136,7 @@ class ModelSource:
             if (bundled / name / "config.json").is_file():
                 return AutoConfig.from_pretrained(bundled / name)
             if name in ("looped_gpt", "recurrent_gpt", "mixture_of_recursions", "grown_llama"):
-                return AutoConfig.for_model(name, **self.fields)
+                return AutoConfig.for_model(name)
         try:
             return AutoConfig.from_pretrained(name)
         except Exception as error:  # of many kinds: a missing file, an unknown model_type, no network
@@ -169,10 +179,7 @@ def parse_recipe(sections: dict[str, type], description: str, arguments: Sequenc
 
 
 def _parser(sections: dict[str, type], description: str) -> argparse.ArgumentParser:
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    parser = argparse.ArgumentParser(
-        prog=module.name.rpartition(".")[2] if module else None, description=description, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="RECIPE", help="A recipe .yaml, or the name of a bundled one.")
     parser.add_argument("--output_dir", metavar="DIR", help="Where checkpoints, metrics and packed data go.")
     parser.add_argument("--toy", action="store_true", help="The recipe's small twin, which two CPU cores run in minutes.")

@@ -1,15 +1,17 @@
 """
 `make bench`: what depth costs. LoopedGPT against a transformers Llama that executes as many layers of as many weights,
-and RecurrentGPT at isoFLOPS against its dense twin.
+RecurrentGPT at isoFLOPS against its dense twin, and the training loop of the recipes against a bare one.
 
 Pairs run in turn, A B A B ..., and ratios are of medians, so that a machine whose speed drifts says the same. No test
 asserts a timing.
 """
 
 import argparse
+import json
 import multiprocessing
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
 from modeling_looped.accounting import forward_flops_per_token
+from modeling_looped.recipes.optimizers import fastest_dtype, make_adamw
+from modeling_looped.recipes.pretrain import PretrainRecipe, RunOptions, pretrain
 
 
 VOCAB = 8192
@@ -198,12 +202,88 @@ def recurrent_against_dense(arguments: argparse.Namespace) -> None:
         )
 
 
+# Training: the recipes' loop against the shortest one that trains the same model on the same rows with the same AdamW
+
+
+class RandomRows:
+    """Rows that cost nothing to read."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def inputs(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        rows = torch.randint(VOCAB, (count, self.length), generator=torch.Generator().manual_seed(first))
+        return {"input_ids": rows, "labels": rows}
+
+
+def bare_loop(model: PreTrainedModel, rows: RandomRows, batch: int, steps: int, dtype: torch.dtype) -> list[float]:
+    """Seconds of each step."""
+    (optimizer,) = make_adamw(model, 1e-4, 0.1)
+    model.train()
+    seconds = []
+    for step in range(steps):
+        began = now()
+        inputs = {name: value.to(model.device) for name, value in rows.inputs(step * batch, batch).items()}
+        with torch.autocast(model.device.type, dtype, enabled=dtype is not torch.float32):
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        seconds.append(now() - began)
+    return seconds
+
+
+def recipe_loop(model: PreTrainedModel, rows: RandomRows, batch: int, steps: int, compiled: bool, checkpointing: bool):
+    """Seconds of each step, as `metrics.jsonl` has them."""
+    recipe = PretrainRecipe(
+        total_steps=steps, batch_size=batch, optimizer="adamw", adamw_lr=1e-4, activation_checkpointing=checkpointing,
+        checkpoint_every=10**9,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        options = RunOptions(tracker="none", regional_compile=compiled)
+        pretrain(model, rows, recipe, folder, progress=False, options=options)
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    ends = [0.0, *(line["seconds"] for line in lines)]
+    return [end - start for start, end in zip(ends, ends[1:])]
+
+
+def training(arguments: argparse.Namespace) -> None:
+    """Tokens per second of the median step; the first two of a run warm up."""
+    dtype, steps, batch = fastest_dtype(), 6, arguments.batch
+    config = LoopedGPTConfig.iso_depth(4, 4, vocab_size=VOCAB, max_position_embeddings=512)
+    rows = RandomRows(512)
+
+    def model() -> PreTrainedModel:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        return LoopedGPTForCausalLM(config).to(arguments.device)
+
+    kinds = {
+        "bare loop": lambda: bare_loop(model(), rows, batch, steps, dtype),
+        "recipes.pretrain": lambda: recipe_loop(model(), rows, batch, steps, False, False),
+        "recipes.pretrain, activation checkpointing": lambda: recipe_loop(model(), rows, batch, steps, False, True),
+    }
+    if arguments.compile:
+        kinds["recipes.pretrain, regional compile"] = lambda: recipe_loop(model(), rows, batch, steps, True, False)
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(max(1, arguments.rounds // 3)):
+        for kind, measure in kinds.items():
+            seconds[kind] += measure()[2:]
+    print(f"Training LoopedGPT {config.plan()}, width 256, rows of 512 tokens, {batch} a step, {dtype}, AdamW")
+    bare = statistics.median(seconds["bare loop"])
+    for kind, measured in seconds.items():
+        median = statistics.median(measured)
+        print(f"{kind:<44}  {batch * 512 / median:8.0f} tokens/s   {bare / median:5.3f} of the bare loop")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--widths", type=int, nargs="*", default=[256, 640], help="of LoopedGPT against Llama")
     parser.add_argument("--sizes", nargs="*", default=["small", "medium"], help="of RecurrentGPT against its dense twin")
     parser.add_argument("--prompt", type=int, default=32, help="tokens, for RecurrentGPT")
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens, for RecurrentGPT")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a training step; 0 leaves training out")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
@@ -213,6 +293,8 @@ def main() -> None:
         looped_against_llama(arguments)
     if arguments.sizes:
         recurrent_against_dense(arguments)
+    if arguments.batch:
+        training(arguments)
 
 
 def looped_against_llama(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,165 @@
+"""
+The recipe of arXiv 2602.16490 from end to end at toy scale: grow a stack by LIDAS, cool down on word problems with and
+without one more pass over its middle block, fine-tune on variable assignment, and repeat the block without training.
+
+    python -m modeling_looped.recipes.grow_cooldown_loop OUTPUT
+
+Every step is the command that a user would give; called again, finished steps are not repeated.
+"""
+
+import csv
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from modeling_looped.looping import loop
+
+from .checkpoints import newest_checkpoint
+from .data import HeldOut, Source
+from .sft import choice_accuracy
+from .synthetic import variable_assignment
+
+
+BLOCK = (4, 8)  # the middle of 12 layers, as in toy_cooldown.yaml
+REPEATS, DEPTHS, ITEMS, TOKENS = (0, 1, 2), (0, 1, 2), 60, 8192
+NAMES = {
+    "grow": "grown",
+    "cooldown": "+ cooldown",
+    "sft": "+ cooldown + SFT",
+    "cooldown-loop": "+ looped cooldown",
+    "sft-loop": "+ looped cooldown + SFT",
+}
+COLUMNS = ["model", "additional_passes", "executed_layers", "text_nats", "problems_nats"]
+COLUMNS += [f"assignment_depth_{depth}" for depth in DEPTHS] + ["items"]
+
+
+def main(output_dir: str) -> None:
+    output = Path(output_dir)
+    began = time.perf_counter()
+    for name, script, options in steps(output):
+        if not _finished(output / name):
+            print(f"\n{name}: looped {script} {' '.join(options)}", flush=True)
+            command = [sys.executable, "-m", f"modeling_looped.recipes.{script}", *options]
+            subprocess.run([*command, "--output_dir", str(output / name), "--resume", "auto"], check=True)
+    rows = measure(output)
+    with (output / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    plot(rows, output / "results.png")
+    print(f"\n{table(rows)}\n\n{output}/results.csv and results.png, after {time.perf_counter() - began:.0f} s")
+
+
+def steps(output: Path) -> list[tuple[str, str, list[str]]]:
+    """`(folder, script, options)` in the order in which they have to run."""
+    plateau = str(output / "grow" / "step-425")
+    cooled = ["--config", "toy_cooldown", "--checkpoint", plateau]
+    return [
+        ("grow", "pretrain", ["--config", "toy_grow"]),
+        ("cooldown", "cooldown", [*cooled, "--retrofit_layers", "null"]),
+        ("cooldown-loop", "cooldown", cooled),
+        ("sft", "sft", ["--config", "toy_sft", "--checkpoint", str(output / "cooldown" / "step-150")]),
+        ("sft-loop", "sft", ["--config", "toy_sft", "--checkpoint", str(output / "cooldown-loop" / "step-150")]),
+    ]
+
+
+def _finished(folder: Path) -> bool:
+    """A finished run says so itself; asking it costs the start of a process only where it is not."""
+    return (folder / "sft.json").is_file() or (folder / {"grow": "step-500"}.get(folder.name, "step-150")).is_dir()
+
+
+def measure(output: Path) -> list[dict]:
+    """A row for each model and number of additional passes: loss on held-out text and problems, and accuracies."""
+    disable_progress_bar()
+    rows = []
+    items = {depth: variable_assignment("basic", depth, ITEMS, 0, split="test") for depth in DEPTHS}
+    for name, label in NAMES.items():
+        folder = output / name if (output / name / "sft.json").is_file() else newest_checkpoint(output / name)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        held_out = {
+            "text_nats": Source("python-library", split="validation", take=100),
+            "problems_nats": Source("arithmetic", split="validation"),
+        }
+        length, kept = model.config.max_position_embeddings, output / "grow" / "data"
+        held_out = {
+            column: HeldOut.read(source, tokenizer, length, TOKENS, kept) for column, source in held_out.items()
+        }
+        for repeats in REPEATS:
+            with loop(model, *BLOCK, repeats):
+                row = {"model": label, "additional_passes": repeats, "executed_layers": model.config.num_hidden_layers}
+                row |= {column: f"{mean_loss(model, windows):.4f}" for column, windows in held_out.items()}
+                for depth in DEPTHS:
+                    found = choice_accuracy(model, tokenizer, items[depth], batch_size=32)
+                    row[f"assignment_depth_{depth}"] = f"{found.accuracy:.3f}"
+            rows.append({**row, "items": ITEMS})
+            print(", ".join(f"{value}" for value in rows[-1].values()), flush=True)
+    return rows
+
+
+@torch.no_grad()
+def mean_loss(model, held_out: HeldOut) -> float:
+    """Nats per token of all windows."""
+    nats = 0.0
+    for rows in held_out.windows.split(8):
+        logits = model(rows[:, :-1].clamp(min=0), use_cache=False).logits
+        nats += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), rows[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        ).item()
+    return nats / held_out.tokens
+
+
+def table(rows: list[dict]) -> str:
+    """As Markdown."""
+    titles = ["model", "additional passes", "executed layers", "text, nats", "problems, nats"]
+    titles += [f"assignment, depth {depth}" for depth in DEPTHS]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [f"| {' | '.join(str(row[column]) for column in COLUMNS[:-1])} |" for row in rows]
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Over additional passes: loss on problems, and accuracy at depths 1 and 2."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
+    colours = dict(zip(NAMES.values(), ("0.45", "#1f5fa8", "#1f5fa8", "#c4622d", "#c4622d")))
+    columns = ["problems_nats", "assignment_depth_1", "assignment_depth_2"]
+    titles = ["Word problems", "Variable assignment, depth 1", "Variable assignment, depth 2"]
+    for axes, column, title in zip(panels, columns, titles):
+        for label, colour in colours.items():
+            mine = [row for row in rows if row["model"] == label]
+            axes.plot(
+                [row["additional_passes"] for row in mine],
+                [float(row[column]) for row in mine],
+                color=colour,
+                linestyle="-" if label.endswith("SFT") else "--",
+                marker="o",
+                markersize=4,
+                label=label,
+            )
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel="additional passes over layers 4 to 7", xticks=REPEATS)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92")
+    panels[0].set_ylabel("held-out loss (nats per token)")
+    for axes in panels[1:]:
+        axes.set(ylabel="accuracy", ylim=(0, 1.02))
+        axes.axhline(0.2, color="0.7", linewidth=1, linestyle=":", zorder=0)
+        axes.text(REPEATS[-1], 0.21, "chance", color="0.5", fontsize=8, ha="right", va="bottom")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("grow_cooldown_loop: name the output folder.")
+    main(sys.argv[1])

@@ -1,0 +1,48 @@
+"""
+Packs every source of a recipe once, for runs to read: `looped pack --config RECIPE --output_dir PACKED`, then
+`looped pretrain --config RECIPE --packed_dir PACKED ...`. What is streamed otherwise is read to its end and stored.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from .data import DataRecipe, HeldOut, open_tokenizer, pack, packed_name
+from .launch import STAGES, model_config
+from .pretrain import RunOptions
+from .recipe import ModelSource, parse_recipe
+
+
+def main(arguments: list[str] | None = None) -> None:
+    sections = {"model": ModelSource, "data": DataRecipe, "training": STAGES["cooldown"][0], "run": RunOptions}
+    parsed = parse_recipe(sections, __doc__.strip().splitlines()[0], arguments)
+    try:
+        _pack(parsed)
+    except (ValueError, OSError) as error:
+        print(f"pack: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _pack(parsed) -> None:
+    source, data = parsed.sections["model"], parsed.sections["data"]
+    config = model_config(source)
+    length = data.sequence_length or config.max_position_embeddings
+    if parsed.dry_run:
+        print(f"{', '.join(data.sources)}: rows of {length + 1:,} tokens, {data.packing}")
+        return
+    folder = Path(parsed.output_dir)
+    tokenizer = open_tokenizer(data, config.vocab_size, folder, source.checkpoint)
+    for name, one in data.sources.items():
+        output = folder / packed_name(name, one, data.packing, tokenizer, length)
+        if output.is_dir() and parsed.overwrite:
+            shutil.rmtree(output)
+        if not output.is_dir():
+            pack(one, data.packing, tokenizer, length, output)
+        print(f"{name}: {output}", flush=True)
+    if data.validation is not None:
+        held_out = HeldOut.read(data.validation, tokenizer, length, data.validation_tokens, folder)
+        print(f"validation: {held_out.tokens:,} tokens")
+
+
+if __name__ == "__main__":
+    main()
