@@ -3,7 +3,6 @@
 2602.16490 at toy scale), one CSV row a run; then each stack with a block that runs again, without training.
 """
 
-import json
 import statistics
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -17,6 +16,7 @@ from modeling_looped.accounting import grown_training_flops
 from modeling_looped.looping import loop
 
 from .demo import prepare_data, training_figures
+from .metrics import read_losses
 from .pretrain import PretrainRecipe, newest_checkpoint, pretrain
 from .study import append_row, changed_fields, fingerprint, read_rows, read_study, study_texts, versions
 from .tokens import TokenRows, token_stream
@@ -152,7 +152,7 @@ def growing(
         started = time.perf_counter()
         result = pretrain(model, data, run.recipe, folder, tokenizer, progress, left)
         figures = training_figures(folder, result, time.perf_counter() - started)
-        curve = _curve(folder / "curve.json", result)
+        curve = read_losses(folder)
         if not result.finished:
             finished = False
             break
@@ -240,14 +240,6 @@ def _repeat_rows(recipe: GrowingRecipe, model: PreTrainedModel, validation) -> l
 
 def _windows(stream, length: int) -> torch.Tensor:
     return torch.from_numpy(stream[: len(stream) // length * length].astype("int64")).view(-1, length)
-
-
-def _curve(path: Path, result) -> list[float]:
-    """The training losses of a run, over its interruptions: kept beside its checkpoint."""
-    earlier = json.loads(path.read_text()) if path.exists() else []
-    losses = [*earlier[: result.step - len(result.losses)], *result.losses]
-    path.write_text(json.dumps(losses) + "\n")
-    return losses
 
 
 def _means(losses: list[float]) -> list[float]:

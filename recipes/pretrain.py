@@ -27,9 +27,9 @@ from modeling_looped.looping import add_recurrence
 
 from . import checkpoints
 from .checkpoints import newest_checkpoint, read_progress, write_checkpoint
+from .metrics import Metrics, Speed
 from .optimizers import fastest_dtype, make_adamw, make_optimizers
 from .sharding import shard, wants_sharding, whole_state
-from .throughput import matmul_peak
 from .transfer import learning_rates
 
 
@@ -334,8 +334,9 @@ def pretrain(
         wrapped, *optimizers = accelerator.prepare(model, *optimizers)
     if options.regional_compile:
         _compile_layers(model)
-    speed = _Speed(accelerator, recipe, rows.length)
-    metrics = _Metrics(output_dir, start, accelerator, options.tracker, recipe)
+    settings = {name: value for name, value in asdict(recipe).items() if isinstance(value, (int, float, str))}
+    metrics = Metrics(output_dir, start, accelerator, options.tracker, settings)
+    speed = Speed(accelerator, rows.length)
 
     losses: list[float] = []
     validation = None
@@ -504,86 +505,6 @@ def evaluate(model, held_out, accelerator: Accelerator, batch_size: int) -> floa
         nats += loss if mine < batches else 0
     model.train(training)
     return accelerator.reduce(nats, "sum").item() / held_out.tokens
-
-
-class _Speed:
-    """Tokens and FLOPs per second of the steps alone: evaluations and checkpoints stop the clock."""
-
-    def __init__(self, accelerator: Accelerator, recipe: PretrainRecipe, length: int):
-        self.length, self.world = length, accelerator.num_processes
-        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-        self.peak = matmul_peak(accelerator.device, dtype) * self.world
-        self.tokens = self.flops = 0
-        self._seconds, self._since = 0.0, time.perf_counter()
-        self._per_token: dict[int, int] = {}
-
-    def count(self, config, depth: int, rows: int) -> None:
-        if depth not in self._per_token:
-            self._per_token[depth] = training_flops_per_token(config, self.length, depth)
-        self.tokens += rows * self.length * self.world
-        self.flops += rows * self.length * self.world * self._per_token[depth]
-
-    def grown(self) -> None:
-        """A step costs something else from now on."""
-        self._per_token.clear()
-
-    def pause(self) -> None:
-        """Forget the time since the last step ended."""
-        self._since = time.perf_counter()
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self._seconds, 1e-9)
-
-    def numbers(self) -> dict[str, float]:
-        """Read once at the end of each step."""
-        now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now
-        rate = self.flops / max(self._seconds, 1e-9)
-        return {
-            "seconds": round(self._seconds, 4),
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "mfu": round(rate / self.peak, 4),
-        }
-
-    def figures(self) -> dict[str, str]:
-        seconds = self._seconds + time.perf_counter() - self._since
-        mfu = self.flops / max(seconds, 1e-9) / self.peak
-        return {"tokens_per_s": f"{self.tokens / max(seconds, 1e-9):,.0f}", "mfu": f"{mfu:.0%}"}
-
-
-class _Metrics:
-    """
-    `metrics.jsonl`, one line a step and one an evaluation, and the tracker. A continued run cuts off the lines of steps
-    that its checkpoint does not have.
-    """
-
-    def __init__(self, output_dir: Path, start: int, accelerator: Accelerator, tracker: str, recipe: PretrainRecipe):
-        self.accelerator, self.tracked = accelerator, tracker != "none"
-        self.file = None
-        if accelerator.is_main_process:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            path, aside = output_dir / "metrics.jsonl", output_dir / ".writing-metrics.jsonl"
-            if path.is_file():
-                lines = (line for line in path.read_text().splitlines() if line.endswith("}"))  # a killed one may end early
-                aside.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= start))
-                os.replace(aside, path)
-            self.file = path.open("a")
-        if self.tracked:
-            accelerator.init_trackers("modeling-looped", {k: v for k, v in asdict(recipe).items() if isinstance(v, (int, float, str))})
-
-    def add(self, step: int, **values) -> None:
-        if self.file is not None:
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
-            self.file.flush()
-        if self.tracked:
-            self.accelerator.log(values, step=step)
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        if self.tracked:
-            self.accelerator.end_training()
 
 
 class _StopSignals:

@@ -39,8 +39,8 @@ def variable_assignment(
     split: str = "train",
 ) -> list[ChoiceItem]:
     """
-    Chains of assignments: `num_variables` letters get different values, then `depth` layers of as many fresh letters get
-    one letter each of the layer before. The question is for a letter of the last layer, the choices are all values.
+    Chains of assignments: `num_variables` letters get different values, then `depth` layers of as many fresh letters
+    get one letter each of the layer before. The question is for a letter of the last layer, the choices are all values.
 
     Args:
         form: `"basic"`, `"math"` or `"code"`. The same seed states the same assignments in each of them.
@@ -49,7 +49,7 @@ def variable_assignment(
         seed: Of the items.
         num_variables: Letters in a layer, and choices.
         largest_value: Values are drawn from 1 to this one.
-        split: `"train"`, `"test"`, or `"shots"` to fill prompts with. Each has random numbers of its own under every seed.
+        split: `"train"`, `"test"`, or `"shots"` to fill prompts with. Each has random numbers of its own.
 
     Raises:
         `ValueError`: for a form, depth or size that no such item has.

@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import TINY_MODELS, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_looped import LoopedGPTForCausalLM
@@ -15,7 +16,7 @@ from modeling_looped.eval.held_out import held_out_loss, parse_recurrences
 from modeling_looped.keyed_noise import NoiseKey
 from modeling_looped.recipes.corpus import read_texts, split_by_name, standard_library
 from modeling_looped.recipes.optimizers import Muon, fastest_dtype, make_adamw, make_optimizers
-from modeling_looped.recipes.pretrain import PretrainRecipe, newest_checkpoint, pretrain
+from modeling_looped.recipes.pretrain import PretrainRecipe, RunOptions, newest_checkpoint, pretrain
 from modeling_looped.recipes.tokens import TokenRows, token_stream, train_tokenizer, unigram_loss
 
 
@@ -332,3 +333,32 @@ def test_the_demo_on_one_s_own_text_can_be_continued_and_loads(tmp_path):
         demo(str(output), data=str(data), steps=5, quick=True)
     with pytest.raises(ValueError, match="not a demo"):
         demo(str(tmp_path), data=str(data))
+
+
+def test_truncated_backpropagation_lengthens_over_its_curriculum(tmp_path):
+    model, seen = fresh_model(backprop_recurrences=3), []
+    model.model.register_forward_pre_hook(lambda module, _: seen.append(module.config.backprop_recurrences))
+    train(tmp_path / "run", replace(RECIPE, micro_steps=1, backprop_curriculum_steps=4), model)
+    assert seen == [1, 1, 2, 2, 3, 3]
+    assert AutoModelForCausalLM.from_pretrained(newest_checkpoint(tmp_path / "run")).config.backprop_recurrences == 3
+    stopped = train(tmp_path / "parts", replace(RECIPE, backprop_curriculum_steps=4), limit_seconds=0)[1]
+    assert stopped.step == 1
+    rest = train(tmp_path / "parts", replace(RECIPE, backprop_curriculum_steps=4))[1]
+    whole = train(tmp_path / "whole", replace(RECIPE, backprop_curriculum_steps=4))[1]
+    assert stopped.losses + rest.losses == whole.losses != train(tmp_path / "full")[1].losses
+
+
+@pytest.mark.slow
+def test_regional_compile_trains_as_eager_at_every_depth_and_after_growing(tmp_path):
+    torch._dynamo.reset()
+    eager = train(tmp_path / "eager")[1].losses
+    compiled = train(tmp_path / "compiled", options=RunOptions("none", 1, regional_compile=True))[1].losses
+    np.testing.assert_allclose(compiled, eager, rtol=1e-5)
+    torch._dynamo.reset()
+    growing = replace(RECIPE, growth_operator="lidas", growth_block_size=2, depth_scheme="fixed", depth_mean=None)
+    losses = []
+    for compiled in (False, True):
+        model = TINY_MODELS["grown_llama"](depth_plan="4x1")
+        options = RunOptions("none", 1, regional_compile=compiled)
+        losses.append(train(tmp_path / f"grown-{compiled}", growing, model, options=options)[1].losses)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
