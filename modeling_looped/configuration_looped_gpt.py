@@ -104,6 +104,11 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         super().__post_init__(**kwargs)
 
+    @property
+    def final_logit_softcapping(self) -> float | int | None:
+        """`logit_softcap` by transformers' name for it, which trl's trainers ask for."""
+        return self.logit_softcap
+
     @classmethod
     def iso_depth(
         cls,

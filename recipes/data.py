@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -58,7 +59,11 @@ class DataRecipe:
                           "A checkpoint's own by default."},
     )  # fmt: skip
     sequence_length: int | None = field(default=None, metadata={"help": "Tokens of a row; the model's by default."})
-    packing: str = field(default="best_fit", metadata={"help": "best_fit, or concatenate (one plain stream)."})
+    packing: str = field(
+        default="concatenate",
+        metadata={"help": "concatenate, one plain stream; or best_fit, which cuts what does not fit and drops the rest: for "
+                          "documents that are mostly shorter than a row."},
+    )  # fmt: skip
     mask_documents: bool = field(default=False, metadata={"help": "No attention from a document to those before it."})
     validation: dict | None = field(default=None, metadata={"help": "A source without share, for the held-out loss."})
     validation_tokens: int = field(default=10_000_000, metadata={"help": "Held-out tokens, the first of that source."})
@@ -289,9 +294,17 @@ def pack(source: Source, packing: str, tokenizer, length: int, output: Path) -> 
     kind = "uint16" if len(tokenizer) <= 2**16 else "int32"
     features = datasets.Features({"input_ids": datasets.List(datasets.Value(kind), length=length + 1)})
 
+    read = 0
+
+    def documents():
+        nonlocal read
+        read = 0
+        for tokens in _tokenized(_documents(source), tokenizer, packing, source.path):
+            read += len(tokens)
+            yield tokens
+
     def rows():
-        documents = _tokenized(_documents(source), tokenizer, packing, source.path)
-        for row in PACKERS[packing](length + 1).rows(documents):
+        for row in PACKERS[packing](length + 1).rows(documents()):
             yield {"input_ids": np.asarray(row, dtype=kind)}
 
     first = next(rows(), None)
@@ -311,10 +324,18 @@ def pack(source: Source, packing: str, tokenizer, length: int, output: Path) -> 
         "packing": packing,
         "sequence_length": length,
         "rows": len(packed),
+        "tokens_read": read,
         "tokenizer": tokenizer_digest(tokenizer),
     }
     (aside / "packed.json").write_text(json.dumps(facts, indent=2) + "\n")
     _rename(aside, output)
+    kept = len(packed) * (length + 1) / read
+    if kept < 0.5:
+        print(
+            f"{source.path}: packing={packing!r} keeps {kept:.0%} of its {read:,} tokens, since its documents are longer than "
+            f"a row of {length:,}: concatenate keeps all.",
+            file=sys.stderr,
+        )
 
 
 def _rename(aside: Path, final: Path) -> None:
