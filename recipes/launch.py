@@ -75,6 +75,7 @@ def launch(parsed: ParsedRecipe, stage: str):
     if parsed.dry_run:
         print(describe(config, recipe, data, figures))
         return None
+    options.check_installed()
     main_process = int(os.environ.get("RANK", 0)) == 0
     output = Path(parsed.output_dir)
     if main_process:

@@ -152,16 +152,16 @@ def make_optimizers(
     embedding_lr: float,
     other_lr: float,
     matrix_decay: float = 0.0,
-    on_sphere: bool = False,
+    matrices_by: str = "muon",
     head_lr: float | None = None,
     lane_lr: float | None = None,
 ) -> list[torch.optim.Optimizer]:
     """
-    Muon, or `on_sphere` MuonH (which has no use for `matrix_decay`), on the matrices of the blocks and of the injection,
-    AdamW on the embedding, the head, the norms and lane weights (section 5.2 of arXiv 2604.21106's specification). Every
-    group remembers its peak as `peak_lr`.
+    One optimizer on the matrices of the blocks and of the injection, and AdamW on the embedding, the head, the norms and
+    lane weights (section 5.2 of arXiv 2604.21106's specification). Every group remembers its peak as `peak_lr`.
 
     Args:
+        matrices_by: `"muon"`; `"muonh"`, which has no use for `matrix_decay`; or `"adamw"`.
         head_lr: Of an untied head, `other_lr` by default.
         lane_lr: Of the lanes of hyperconnections, `other_lr` by default.
     """
@@ -179,8 +179,13 @@ def make_optimizers(
         {"params": lanes, "lr": other_lr if lane_lr is None else lane_lr},
     ]
     adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
-    muon = MuonH(matrices, matrix_lr) if on_sphere else Muon(matrices, matrix_lr, weight_decay=matrix_decay)
-    return _remember_peaks([muon, adamw])
+    if matrices_by == "muonh":
+        first = MuonH(matrices, matrix_lr)
+    elif matrices_by == "muon":
+        first = Muon(matrices, matrix_lr, weight_decay=matrix_decay)
+    else:
+        first = torch.optim.AdamW(matrices, matrix_lr, betas=(0.9, 0.95), weight_decay=matrix_decay)
+    return _remember_peaks([first, adamw])
 
 
 def make_adamw(model: PreTrainedModel, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:

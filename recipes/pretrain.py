@@ -11,11 +11,12 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.tracking import get_available_trackers
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -44,25 +45,29 @@ class PretrainRecipe:
     )
     batch_size: int = field(default=8, metadata={"help": "Rows of an optimizer step, over all ranks and micro-steps."})
     micro_steps: int = field(default=1, metadata={"help": "Forward and backward passes that one step adds up."})
-    optimizer: str = field(default="muon", metadata={"help": "muon or muonh (AdamW beside it), or adamw."})
+    optimizer: str = field(
+        default="muon",
+        metadata={"help": "On matrices muon, muonh or adamw_groups, with AdamW at rates of its own on the rest; or adamw, one "
+                          "rate for all."},
+    )  # fmt: skip
     transfer: str = field(
         default="none", metadata={"help": "hyperp: of muonh, rates follow width, batch and tokens (section 5.3); or none."}
     )
     adamw_lr: float = field(default=6e-4, metadata={"help": "Of optimizer adamw, on everything."})
     weight_decay: float = field(default=0.1, metadata={"help": "Of optimizer adamw, on matrices and embeddings."})
-    matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon (RMS-matched) or MuonH (relative), on matrices."})
+    matrix_lr: float = field(default=1.5e-2, metadata={"help": "Muon (RMS-matched), MuonH (relative) or AdamW, on matrices."})
     matrix_decay: float = field(
         default=1.0,
         metadata={
-            "help": "Of muon, weight decay of the matrices. Without it they grow, the prelude's output with them, and "
+            "help": "Weight decay of the matrices, but for muonh. Without it they grow, the prelude's output with them, and "
             "beside it the normalised state of the loop vanishes: every depth is then the same."
         },
     )
-    embedding_lr: float = field(default=0.3, metadata={"help": "AdamW beside Muon, on the token embedding."})
-    other_lr: float = field(default=5e-3, metadata={"help": "AdamW beside Muon, on the norms, and what has no rate of its own."})
-    head_lr: float | None = field(default=None, metadata={"help": "AdamW beside Muon, on an untied head; other_lr if unset."})
+    embedding_lr: float = field(default=0.3, metadata={"help": "Of AdamW on the token embedding."})
+    other_lr: float = field(default=5e-3, metadata={"help": "Of AdamW on the norms, and what has no rate of its own."})
+    head_lr: float | None = field(default=None, metadata={"help": "Of AdamW on an untied head; other_lr if unset."})
     lane_lr: float | None = field(
-        default=None, metadata={"help": "AdamW beside Muon, on the lanes of hyperconnections; other_lr if unset."}
+        default=None, metadata={"help": "Of AdamW on the lanes of hyperconnections; other_lr if unset."}
     )
     warmup_steps: int = field(default=0, metadata={"help": "Steps of linear warm-up."})
     decay: str = field(
@@ -108,7 +113,7 @@ class PretrainRecipe:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         for name, choices in (
-            ("optimizer", ("muon", "muonh", "adamw")),
+            ("optimizer", ("muon", "muonh", "adamw_groups", "adamw")),
             ("transfer", ("none", "hyperp")),
             ("decay", ("linear", "cosine", "trapezoid")),
             ("growth_operator", (None, *OPERATORS)),
@@ -238,6 +243,11 @@ class RunOptions:
         for name in ("evaluate_every_tokens", "limit_minutes"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+
+    def check_installed(self) -> None:
+        """Accelerate leaves out a tracker that is not installed without a word."""
+        if self.tracker != "none" and self.tracker not in get_available_trackers():
+            raise ValueError(f"tracker={self.tracker!r} is not installed: pip install {self.tracker}, or choose none.")
 
 
 @dataclass
@@ -551,9 +561,8 @@ def recipe_optimizers(model: PreTrainedModel, recipe: PretrainRecipe) -> list[to
     if recipe.optimizer == "adamw":
         return make_adamw(model, recipe.adamw_lr, recipe.weight_decay)
     rates = recipe.matrix_lr, recipe.embedding_lr, recipe.other_lr, recipe.matrix_decay
-    return make_optimizers(
-        model, *rates, on_sphere=recipe.optimizer == "muonh", head_lr=recipe.head_lr, lane_lr=recipe.lane_lr
-    )
+    matrices_by = recipe.optimizer.removesuffix("_groups")
+    return make_optimizers(model, *rates, matrices_by, head_lr=recipe.head_lr, lane_lr=recipe.lane_lr)
 
 
 def _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, keep_last, keep, decorate) -> None:
@@ -604,7 +613,9 @@ def grow_training_state(source: Path, model: PreTrainedModel, operator: str, blo
     Grows `model`, which is the checkpoint `source` of `pretrain`, together with the state of its optimizers, which goes
     to `output` with the recipe: where the model is saved too, `pretrain` continues from there.
     """
-    optimizers = recipe_optimizers(model, PretrainRecipe(**read_progress(source)["recipe"]))
+    known = {one.name for one in fields(PretrainRecipe)}  # a cooldown has more
+    recipe = {name: value for name, value in read_progress(source)["recipe"].items() if name in known}
+    optimizers = recipe_optimizers(model, PretrainRecipe(**recipe))
     state = _load_optimizers(source, optimizers)
     grow(model, operator, block_size, optimizers)
     state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
