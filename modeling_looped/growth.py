@@ -195,6 +195,7 @@ def grow_sharded(
     whole = whole_class(copy.deepcopy(model.config))
     whole.load_state_dict({name: _gathered(value) for name, value in model.state_dict().items()})
     whole.train(model.training)
+    whole.generation_config = copy.deepcopy(model.generation_config)
     if getattr(model, "is_activation_checkpointing", False):
         whole.activation_checkpointing_enable()
     twins = dict(whole.named_parameters())

@@ -28,8 +28,9 @@ def write_checkpoint(output_dir: Path, step: int, write: Callable[[Path], None],
         `OSError`: where the disk does not take it. What was written is deleted; the checkpoints before it stay.
     """
     final, aside = output_dir / f"step-{step}", output_dir / f".writing-step-{step}"
-    for left in output_dir.glob(".writing-step-*"):  # of a process that was killed
-        shutil.rmtree(left)
+    for pattern in (".writing-step-*", ".deleting-step-*"):
+        for left in output_dir.glob(pattern):  # of a process that was killed
+            shutil.rmtree(left)
     if not final.is_dir():
         try:
             write(aside)
@@ -37,9 +38,8 @@ def write_checkpoint(output_dir: Path, step: int, write: Callable[[Path], None],
                 _synchronise(path)
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            last = newest_checkpoint(output_dir)
-            intact = "there is none before it" if last is None else f"{last} is intact, and --resume auto goes on from it"
-            raise OSError(f"The checkpoint of step {step} could not be written ({error}); {intact}.") from error
+            reason = f"The checkpoint of step {step} could not be written ({_reason(error)})"
+            raise OSError(f"{reason}; {intact(output_dir)}.") from error
         os.rename(aside, final)
         _synchronise(output_dir)
     by_age = sorted(_checkpoints(output_dir), key=_step, reverse=True)
@@ -49,6 +49,19 @@ def write_checkpoint(output_dir: Path, step: int, write: Callable[[Path], None],
             os.rename(older, doomed)
             shutil.rmtree(doomed)
     return final
+
+
+def intact(output_dir: Path) -> str:
+    """What an error can say for comfort."""
+    last = newest_checkpoint(output_dir)
+    return "there is no checkpoint yet" if last is None else f"{last} is intact, and --resume auto goes on from it"
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The operating system's word, where there is one: torch.save says instead at which byte it noticed."""
+    while not isinstance(error, OSError) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:

@@ -24,11 +24,11 @@ def standard_library() -> Iterator[tuple[str, str]]:
         yield f"topics/{name}", topics[name]
 
 
-def read_texts(source: str) -> Iterator[tuple[str, str]]:
+def read_texts(source: str, named: str = "--data", column: str = "text") -> Iterator[tuple[str, str]]:
     """
-    `(name, text)` of each document of `source`: a `.jsonl` file with a field `text`, any other file as one plain
-    text (documents are its parts between blank-line pairs), or the name of a data set for `datasets.load_dataset`,
-    with `name:config` and a column `text`.
+    `(name, text)` of each document of `source`: a `.jsonl` file with a field `text` (or `column`), any other file as
+    one plain text (documents are its parts between blank-line pairs), or the name of a data set for
+    `datasets.load_dataset`, with `name:config` and a column `text`. Errors call `source` what the user does, `named`.
 
     Raises:
         `ValueError`: where the source does not exist, has no text, or a line does not fit.
@@ -36,20 +36,20 @@ def read_texts(source: str) -> Iterator[tuple[str, str]]:
     path = Path(source)
     count = 0
     if path.is_file():
-        for name, text in _read_jsonl(path) if path.suffix in (".jsonl", ".json") else _read_plain(path):
+        for name, text in _read_jsonl(path, column) if path.suffix in (".jsonl", ".json") else _read_plain(path):
             count += 1
             yield name, text
     elif path.exists() or path.suffix in (".jsonl", ".json", ".txt") or source.startswith((".", os.sep)):
-        raise ValueError(f"--data {source!r} is not a file: name a .jsonl or text file, or a data set of the Hub.")
+        raise ValueError(f"{named} {source!r} is not a file: name a .jsonl or text file, or a data set of the Hub.")
     else:
         for name, text in _read_dataset(source):
             count += 1
             yield name, text
     if count == 0:
-        raise ValueError(f"--data {source!r} holds no text.")
+        raise ValueError(f"{named} {source!r} holds no text: use another one, or more of it.")
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
+def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, str]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -58,9 +58,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg}).") from None
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise ValueError(f"{path}, line {number}: no field 'text' with a string.")
-            yield str(record.get("id", number)), record["text"]
+            if not isinstance(record, dict) or not isinstance(record.get(column), str):
+                raise ValueError(f"{path}, line {number}: no field {column!r} with a string.")
+            yield str(record.get("id", number)), record[column]
 
 
 def _read_plain(path: Path) -> Iterator[tuple[str, str]]:

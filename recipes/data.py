@@ -10,9 +10,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -47,6 +50,10 @@ class Source:
     skip: int = field(default=0, metadata={"help": "Documents left out at the beginning, such as held-out ones."})
     take: int | None = field(default=None, metadata={"help": "Documents at most, after those left out."})
 
+    def __post_init__(self):
+        if self.skip < 0 or (self.take is not None and self.take < 1):
+            raise ValueError(f"skip={self.skip} must not be negative, and take={self.take} must be at least 1.")
+
 
 @dataclass(frozen=True)
 class DataRecipe:
@@ -73,6 +80,8 @@ class DataRecipe:
     data_seed: int = field(default=0, metadata={"help": "Of the order of rows."})
 
     def __post_init__(self):
+        if self.sequence_length is not None and self.sequence_length < 1:
+            raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
         if not self.sources:
             raise ValueError("sources is empty: name at least one {name: {path: ...}}.")
         made = {name: checked(Source, one, f"sources, {name}") for name, one in self.sources.items()}
@@ -108,9 +117,18 @@ def load_data(recipe: DataRecipe, vocab_size: int, sequence_length: int, folder:
     """
     length = recipe.sequence_length or sequence_length
     folder = Path(recipe.packed_dir or folder)
-    tokenizer = open_tokenizer(recipe, vocab_size, folder, tokenizer_from)
+    check_texts(recipe)
+    new = []  # what is written when nothing can go wrong any more
+    tokenizer = open_tokenizer(recipe, vocab_size, folder, tokenizer_from, new.append)
     marks = _marks(recipe, tokenizer)
     sources = {name: _open(name, source, recipe, tokenizer, length, folder) for name, source in recipe.sources.items()}
+    for write in new:
+        write()
+    for name, source in recipe.sources.items():
+        if sources[name] is None:
+            packed = folder / packed_name(name, source, recipe.packing, tokenizer, length)
+            pack(source, recipe.packing, tokenizer, length, packed)
+            sources[name] = PackedSource(packed, length, tokenizer)
     shares = [source.share for source in recipe.sources.values()]
     rows = MixedRows(list(sources.values()), shares, length, recipe.data_seed, vocab_size, marks)
     held_out = None
@@ -119,8 +137,22 @@ def load_data(recipe: DataRecipe, vocab_size: int, sequence_length: int, folder:
     return RunData(tokenizer, rows, held_out)
 
 
-def open_tokenizer(recipe: DataRecipe, vocab_size: int, folder: Path, tokenizer_from: str | None = None):
-    """The recipe's tokenizer, or a new one that is kept in `folder`."""
+def check_texts(recipe: DataRecipe) -> None:
+    """Every source and the held-out text begin."""
+    for where, source in (*recipe.sources.items(), ("validation", recipe.validation)):
+        if source is not None and not (Path(source.path) / "packed.json").is_file():
+            try:
+                first = next(_documents(source), None)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            if first is None:
+                raise ValueError(f"{where}: path {source.path!r} holds no text after skip={source.skip}: lower it.")
+
+
+def open_tokenizer(recipe: DataRecipe, vocab_size: int, folder: Path, tokenizer_from: str | None = None, later=None):
+    """
+    The recipe's tokenizer, or a new one that is kept in `folder`: at once, or when what `later` is given is called.
+    """
     name = recipe.tokenizer or tokenizer_from
     if name is None:
         raise ValueError("tokenizer is missing: name a folder or Hub name, or 'train' for a new one.")
@@ -129,16 +161,21 @@ def open_tokenizer(recipe: DataRecipe, vocab_size: int, folder: Path, tokenizer_
         kept = folder / f"tokenizer-{digest}"
         if not kept.is_dir():
             texts = [text for source in recipe.sources.values() for text in _first_texts(source)]
-            aside = kept.with_name(f".writing-{os.getpid()}-{kept.name}")
-            train_tokenizer(texts, vocab_size).save_pretrained(aside)
-            _rename(aside, kept)
-        tokenizer = AutoTokenizer.from_pretrained(kept)
+            with TemporaryDirectory() as aside:
+                train_tokenizer(texts, vocab_size).save_pretrained(aside)
+                tokenizer = AutoTokenizer.from_pretrained(aside)
+            (later or (lambda write: write()))(partial(_keep, tokenizer, kept))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(kept)
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # a missing file, no network, another kind of folder
-            reason = " ".join(str(error).split())[:160]
-            raise ValueError(f"tokenizer={name!r} cannot be loaded: {reason}") from None
+            reason = " ".join(str(error).split()).partition(". ")[0]
+            raise ValueError(
+                f"tokenizer={name!r} cannot be loaded ({reason}): name a folder that save_pretrained wrote, or one of the "
+                "Hub."
+            ) from None
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"tokenizer={name!r} has {len(tokenizer):,} tokens and the model's vocab_size is {vocab_size:,}: choose the "
@@ -147,10 +184,17 @@ def open_tokenizer(recipe: DataRecipe, vocab_size: int, folder: Path, tokenizer_
     return tokenizer
 
 
+def _keep(tokenizer, kept: Path) -> None:
+    aside = kept.with_name(f".writing-{os.getpid()}-{kept.name}")
+    tokenizer.save_pretrained(aside)
+    _rename(aside, kept)
+
+
 def _first_texts(source: Source) -> Iterator[str]:
     """Up to `TOKENIZER_CHARACTERS` times the source's share, as much as tokenizer training needs to see."""
     left = TOKENIZER_CHARACTERS * source.share
-    for text in _documents(source):
+    packed = (Path(source.path) / "packed.json").is_file()
+    for text in (None,) if packed else _documents(source):
         if not isinstance(text, str):
             raise ValueError(f"{source.path!r} holds token ids: a tokenizer cannot be trained on them, name its own.")
         yield text
@@ -163,8 +207,10 @@ def _documents(source: Source) -> Iterator:
     """Texts, or lists of token ids."""
     if source.path in BUILT_IN:
         documents = BUILT_IN[source.path](source.split)
-    elif Path(source.path).suffix in (".jsonl", ".json", ".txt") or Path(source.path).is_file():
-        documents = (text for _, text in read_texts(source.path))
+    elif Path(source.path).suffix in (".jsonl", ".json", ".txt") or (
+        Path(source.path).is_file() and Path(source.path).suffix != ".parquet"
+    ):
+        documents = (text for _, text in read_texts(source.path, "path", source.column))
     else:
         documents = (record[source.column] for record in _dataset(source, streaming=True))
     for number, document in enumerate(documents):
@@ -241,14 +287,16 @@ def _marks(recipe: DataRecipe, tokenizer) -> tuple[int, int] | None:
 
 
 def _open(name: str, source: Source, recipe: DataRecipe, tokenizer, length: int, folder: Path):
+    """None where `source` has yet to be packed."""
     if (Path(source.path) / "packed.json").is_file():
         return PackedSource(Path(source.path), length, tokenizer)
     packed = folder / packed_name(name, source, recipe.packing, tokenizer, length)
-    if not packed.is_dir():
-        if source.streaming:
-            return StreamedSource(source, recipe.packing, tokenizer, length)
-        pack(source, recipe.packing, tokenizer, length, packed)
-    return PackedSource(packed, length, tokenizer)
+    if packed.is_dir():
+        return PackedSource(packed, length, tokenizer)
+    if source.streaming:
+        return StreamedSource(source, recipe.packing, tokenizer, length)
+    check_fills_a_row(source, recipe.packing, tokenizer, length)
+    return None
 
 
 def packed_name(name: str, source: Source, packing: str, tokenizer, length: int) -> str:
@@ -261,13 +309,17 @@ def _identity(source: Source) -> dict:
     values = asdict(source)
     del values["share"], values["streaming"]
     if Path(source.path).is_file():
-        path, size = Path(values.pop("path")), Path(source.path).stat().st_size
-        with path.open("rb") as file:
-            ends = file.read(2**20)
-            file.seek(max(0, size - 2**20))
-            ends += file.read()
-        values["file"] = [size, hashlib.sha256(ends).hexdigest()]
+        values["file"] = content_digest(Path(values.pop("path")))
     return values
+
+
+def content_digest(path: Path) -> list:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        ends = file.read(2**20)
+        file.seek(max(0, size - 2**20))
+        ends += file.read()
+    return [size, hashlib.sha256(ends).hexdigest()]
 
 
 def tokenizer_digest(tokenizer) -> str:
@@ -291,6 +343,7 @@ def pack(source: Source, packing: str, tokenizer, length: int, output: Path) -> 
 
     aside = output.with_name(f".writing-{os.getpid()}-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
+    new = [folder for folder in aside.parents if not folder.exists()]
     kind = "uint16" if len(tokenizer) <= 2**16 else "int32"
     features = datasets.Features({"input_ids": datasets.List(datasets.Value(kind), length=length + 1)})
 
@@ -307,14 +360,20 @@ def pack(source: Source, packing: str, tokenizer, length: int, output: Path) -> 
         for row in PACKERS[packing](length + 1).rows(documents()):
             yield {"input_ids": np.asarray(row, dtype=kind)}
 
-    first = next(rows(), None)
-    if first is None:
-        raise ValueError(f"{source.path!r} does not fill one row of {length + 1:,} tokens: use more text.")
+    check_fills_a_row(source, packing, tokenizer, length)
     bars = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         packed = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(aside / "cache"))
         packed.save_to_disk(aside / "rows")
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        for folder in new:
+            with suppress(OSError):  # another process may have put something there
+                folder.rmdir()
+        if isinstance(error.__cause__, ValueError):  # of a document; datasets wraps it
+            raise error.__cause__ from None
+        raise
     finally:
         if bars:
             datasets.enable_progress_bars()
@@ -336,6 +395,12 @@ def pack(source: Source, packing: str, tokenizer, length: int, output: Path) -> 
             f"a row of {length:,}: concatenate keeps all.",
             file=sys.stderr,
         )
+
+
+def check_fills_a_row(source: Source, packing: str, tokenizer, length: int) -> None:
+    documents = _tokenized(_documents(source), tokenizer, packing, source.path)
+    if next(PACKERS[packing](length + 1).rows(documents), None) is None:
+        raise ValueError(f"{source.path!r} does not fill one row of {length + 1:,} tokens: use more text.")
 
 
 def _rename(aside: Path, final: Path) -> None:
@@ -402,10 +467,11 @@ class StreamedSource:
         self.next_row = 0
         self._pending: list = []  # tokenised, and not yet taken by the packer
         self._dataset = self._opened()
-        first = next(iter(self._opened()), None)
+        first = next(self._records(), None)
         if first is None:
-            raise ValueError(f"{source.path!r} holds no text.")
-        self._holds_rows = not isinstance(first[source.column], str)
+            raise ValueError(f"{source.path!r} holds no text after skip={source.skip}: lower it.")
+        self._dataset = self._opened()
+        self._holds_rows = isinstance(first[source.column], list)
         self._packer = self._make_packer()
         self._rows = self._packer.rows(self._read())
 
@@ -414,6 +480,12 @@ class StreamedSource:
 
     def _encoded(self, documents: list) -> list[list[int]]:
         if not self._holds_rows:
+            for document in documents:
+                if not isinstance(document, str):
+                    raise ValueError(
+                        f"{self.source.path!r}, column {self.source.column!r}: {document!r} is no text: leave such "
+                        "documents out of the data."
+                    )
             return _tokens(self.tokenizer, documents, self.packing)
         for row in documents:
             if len(row) != self.width:
@@ -434,7 +506,7 @@ class StreamedSource:
             while self._pending:
                 yield self._pending.pop(0)
             texts = []
-            for record in self._dataset:
+            for record in self._records():
                 texts.append(record[self.source.column])
                 if len(texts) == 64:
                     # All of them leave with `_pending` before the data set moves on: its state is that of its last one.
@@ -443,6 +515,19 @@ class StreamedSource:
                         yield self._pending.pop(0)
             self._pending = self._encoded(texts)
             self._dataset = self._opened()
+
+    def _records(self) -> Iterator[dict]:
+        """Of the data set, whose readers fail in their own ways, and late."""
+        records = iter(self._dataset)
+        while True:
+            try:
+                record = next(records, None)
+            except Exception as error:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise ValueError(f"{self.source.path!r} cannot be read on while it is streamed: {reason}") from None
+            if record is None:
+                return
+            yield record
 
     def row(self, number: int, seed: int) -> np.ndarray:
         if number < self.next_row:

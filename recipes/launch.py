@@ -1,5 +1,6 @@
 """What `pretrain` and `cooldown` do around the training loop: read the recipe, look before leaping, start or continue."""
 
+import copy
 import json
 import os
 import shutil
@@ -14,10 +15,22 @@ from transformers.utils.logging import disable_progress_bar
 
 from modeling_looped import GrownLlamaConfig, GrownLlamaForCausalLM
 from modeling_looped.accounting import grown_training_flops, parameter_counts
+from modeling_looped.growth import shrink
+from modeling_looped.looping import add_recurrence
 
 from . import checkpoints
-from .data import DataRecipe, Source, load_data, tokenizer_digest
-from .pretrain import PretrainRecipe, RunOptions, mean_training_flops, newest_checkpoint, pretrain
+from .data import DataRecipe, Source, content_digest, load_data, tokenizer_digest
+from .pretrain import (
+    PretrainRecipe,
+    RunOptions,
+    check_launcher,
+    mean_training_flops,
+    newest_checkpoint,
+    pretrain,
+    process_state,
+    rows_per_rank,
+    steps_done,
+)
 from .recipe import ModelSource, ParsedRecipe, as_yaml, parse_recipe
 
 
@@ -71,36 +84,49 @@ def launch(parsed: ParsedRecipe, stage: str):
             "lower it, or raise that in fields."
         )
     unresolved, recipe = recipe, recipe.resolved(config, length)
+    check_depth(config, recipe)
     figures = run_figures(config, recipe, length)
     if parsed.dry_run:
         print(describe(config, recipe, data, figures))
         return None
     options.check_installed()
-    main_process = int(os.environ.get("RANK", 0)) == 0
+    rows_per_rank(recipe, check_launcher())
     output = Path(parsed.output_dir)
-    if main_process:
-        check_output(output, parsed.resume, parsed.overwrite)
+    check_output(output, parsed.resume, parsed.overwrite)
+    optimizers_from = _optimizers_of(source, recipe) if stage == "cooldown" else None
     disable_progress_bar()  # of loading and saving; training has its own
-    loaded = _loaded_in_turn(data, config, length, output, source)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(config, name, None) is None:
-            setattr(config, name, getattr(loaded.tokenizer, name))
+    continued = None if parsed.overwrite else newest_checkpoint(output)
     facts = {
-        "model": {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"},
         "sources": {name: _plain(one) for name, one in data.sources.items()},
         "data_seed": data.data_seed,
         "packing": data.packing,
         "mask_documents": data.mask_documents,
         "sequence_length": length,
-        "tokenizer": tokenizer_digest(loaded.tokenizer),
     }
+    if continued is not None:
+        steps_done(continued, recipe, facts)
+    loaded = _loaded_in_turn(data, config, length, output, source)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # A default that stands for no tokenizer would end generation at a token that ends nothing.
+        unset = getattr(config, name, None) is None or (source.checkpoint is None and name not in source.fields)
+        if unset and getattr(loaded.tokenizer, name) is not None:
+            setattr(config, name, getattr(loaded.tokenizer, name))
+    facts["model"] = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+    facts["tokenizer"] = tokenizer_digest(loaded.tokenizer)
     facts = json.loads(json.dumps(facts))
+    if continued is not None:
+        steps_done(continued, recipe, facts)
     set_seed(recipe.seed)
     model = make_model(source, config)
-    optimizers_from = _optimizers_of(source, recipe) if stage == "cooldown" else None
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(model.generation_config, name) is None:  # a checkpoint's own, which may know none
+            setattr(model.generation_config, name, getattr(config, name))
+    main_process = process_state().is_main_process
     text = f"# python -m modeling_looped.recipes.{stage} --config {RECIPE} --output_dir DIR\n" + as_yaml(parsed.values)
     if main_process:
         print(describe(config, recipe, data, figures), flush=True)
+        if parsed.overwrite:
+            delete_run(output)
         output.mkdir(parents=True, exist_ok=True)
         (output / RECIPE).write_text(text)
 
@@ -108,11 +134,16 @@ def launch(parsed: ParsedRecipe, stage: str):
         (folder / RECIPE).write_text(text)
         _write_card(folder, model, state, stage, recipe, data, length)
 
+    process_state().wait_for_everyone()
     seconds = None if options.limit_minutes is None else options.limit_minutes * 60
-    result = pretrain(
-        model, loaded.rows, unresolved, output, loaded.tokenizer, sys.stderr.isatty(), seconds, loaded.held_out, options,
-        facts, optimizers_from, decorate,
-    )  # fmt: skip
+    try:
+        result = pretrain(
+            model, loaded.rows, unresolved, output, loaded.tokenizer, sys.stderr.isatty(), seconds, loaded.held_out,
+            options, facts, optimizers_from, decorate,
+        )  # fmt: skip
+    except OSError as error:  # a disk can be full at any write
+        comfort = checkpoints.intact(output)
+        raise error if comfort in str(error) else OSError(f"{error}; {comfort}.") from error
     if main_process:
         last = newest_checkpoint(output)
         if result.finished:
@@ -143,17 +174,31 @@ def make_model(source: ModelSource, config: PreTrainedConfig) -> PreTrainedModel
     return model_class.from_pretrained(source.checkpoint, config=config, dtype=torch.float32)
 
 
+def check_depth(config: PreTrainedConfig, recipe: PretrainRecipe) -> None:
+    """Growth and retrofit, tried on a model without weights."""
+    if recipe.growth_operator is None and recipe.retrofit_layers is None:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    if recipe.retrofit_layers is not None:
+        add_recurrence(model, *recipe.retrofit_layers)
+    else:
+        shrink(model, recipe.growth_block_size)
+
+
 def _plain(source: Source) -> dict:
     """Where a file lies is not what it says."""
-    values = asdict(source)
-    return {**values, "path": Path(source.path).name} if Path(source.path).exists() else values
+    values, path = asdict(source), Path(source.path)
+    if path.exists():
+        values["path"] = path.name
+    if path.is_file():
+        values["content"] = content_digest(path)
+    return values
 
 
 def _loaded_in_turn(data: DataRecipe, config: PreTrainedConfig, length: int, output: Path, source: ModelSource):
     """The first process packs, and the others find it done."""
-    from accelerate import PartialState
-
-    with PartialState().main_process_first():
+    with process_state().main_process_first():
         return load_data(data, config.vocab_size, length, output / "data", source.checkpoint)
 
 
@@ -172,12 +217,13 @@ def _optimizers_of(source: ModelSource, recipe: CooldownRecipe) -> Path | None:
 
 def check_output(output: Path, resume: str | None, overwrite: bool) -> None:
     """
-    Refuses a folder that holds something else than a run, or a run that the user did not say what to do with; deletes
-    a run under `overwrite`.
+    Refuses a folder that holds something else than a run, or a run that the user did not say what to do with.
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir={str(output)!r} is a file: name a folder.")
     nearest = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"output_dir={str(output)!r} cannot be made: {nearest} is a file.")
     if not os.access(nearest, os.W_OK):
         raise ValueError(f"output_dir={str(output)!r} cannot be written: {nearest} is read-only for you.")
     if not output.exists():
@@ -187,10 +233,12 @@ def check_output(output: Path, resume: str | None, overwrite: bool) -> None:
         raise ValueError(f"{output} holds {sorted(others)[0]!r} and no run of these recipes: choose a new folder.")
     if (output / RECIPE).is_file() and resume is None and not overwrite:
         raise ValueError(f"{output} holds a run: pass --resume auto to go on with it, or --overwrite to delete it.")
-    if overwrite:
-        for pattern in LEFT_BY_RUNS:
-            for path in output.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def delete_run(output: Path) -> None:
+    for pattern in LEFT_BY_RUNS:
+        for path in output.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def run_figures(config: PreTrainedConfig, recipe: PretrainRecipe, length: int) -> dict:

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import parse_flag_from_env
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +31,7 @@ from . import checkpoints
 from .checkpoints import newest_checkpoint, read_progress, write_checkpoint
 from .metrics import Metrics, Speed
 from .optimizers import fastest_dtype, make_adamw, make_optimizers
-from .sharding import shard, wants_sharding, whole_state
+from .sharding import shard, unsharded_class, wants_sharding, whole_state
 from .transfer import learning_rates
 
 
@@ -121,6 +122,9 @@ class PretrainRecipe:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {' or '.join(map(repr, choices))}.")
+        for name in ("warmup_steps", "adamw_lr", "matrix_lr", "embedding_lr", "other_lr", "head_lr", "lane_lr", "final_lr"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
         for name in ("budget_tokens", "budget_flops", "backprop_curriculum_steps"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive.")
@@ -246,7 +250,7 @@ class RunOptions:
 
     def check_installed(self) -> None:
         """Accelerate leaves out a tracker that is not installed without a word."""
-        if self.tracker != "none" and self.tracker not in get_available_trackers():
+        if self.tracker != "none" and self.tracker not in {one.value for one in get_available_trackers()}:
             raise ValueError(f"tracker={self.tracker!r} is not installed: pip install {self.tracker}, or choose none.")
 
 
@@ -306,18 +310,13 @@ def pretrain(
     recipe = recipe.resolved(model.config, rows.length)
     accelerator, sharded = _accelerator(recipe, options, output_dir, model.config)
     world = accelerator.num_processes
-    per_rank, rest = divmod(recipe.batch_size, world * recipe.micro_steps)
-    if rest or per_rank < 1:
-        raise ValueError(
-            f"batch_size={recipe.batch_size} does not split over {world} processes and {recipe.micro_steps} "
-            "micro-steps: make it a multiple."
-        )
+    per_rank = rows_per_rank(recipe, world)
     if recipe.retrofit_layers is not None:
         add_recurrence(model, *recipe.retrofit_layers)
     sampler = recipe.depth_sampler(model.config)
     grows_after = recipe.growth_steps(model.config)
     checkpoint = newest_checkpoint(output_dir)
-    start = 0 if checkpoint is None else _steps_done(checkpoint, recipe, facts or {})
+    start = 0 if checkpoint is None else steps_done(checkpoint, recipe, facts or {})
     best = (math.inf, None) if checkpoint is None else _best(output_dir)
     growths = 0
     if recipe.growth_operator is not None:
@@ -395,11 +394,7 @@ def pretrain(
             set_noise_key(model, None)
             loss = accelerator.reduce(step_loss, "mean").item()
             if not math.isfinite(loss):
-                last = newest_checkpoint(output_dir)
-                raise FloatingPointError(
-                    f"The loss of step {step} is {loss}. Lower the learning rates; "
-                    + ("there is no checkpoint yet." if last is None else f"the last checkpoint, {last}, is intact.")
-                )
+                raise FloatingPointError(f"The loss of step {step} is {loss}. {_advice(output_dir)}")
             if recipe.gradient_clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_clip)
             for optimizer in optimizers:
@@ -414,6 +409,8 @@ def pretrain(
             stopping = _any_rank(accelerator, stop.received or late)
             saving = done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping
             plateau = recipe.decay == "trapezoid" and done == recipe.plateau_end
+            if (saving or plateau) and _any_rank(accelerator, not _all_finite(model)):  # of gradients without a number
+                raise FloatingPointError(f"The weights after step {step} are not finite. {_advice(output_dir)}")
             if held_out is not None and (saving or plateau or tokens >= next_evaluation):
                 next_evaluation = _next_multiple(tokens, options.evaluate_every_tokens)
                 validation = evaluate(wrapped, held_out, accelerator, per_rank)
@@ -439,6 +436,45 @@ def pretrain(
     return PretrainResult(True, recipe.total_steps, losses, speed.tokens_per_second, validation)
 
 
+def rows_per_rank(recipe: PretrainRecipe, world: int) -> int:
+    """Rows of one forward."""
+    per_rank, rest = divmod(recipe.batch_size, world * recipe.micro_steps)
+    if rest or per_rank < 1:
+        raise ValueError(
+            f"batch_size={recipe.batch_size} does not split over {world} processes and {recipe.micro_steps} "
+            "micro-steps: make it a multiple."
+        )
+    return per_rank
+
+
+def process_state() -> PartialState:
+    """Accelerate's view of the ranks, which the first to ask settles: it heeds this variable in its Accelerator alone."""
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def check_launcher() -> int:
+    """
+    How many processes train together.
+
+    Raises:
+        `ValueError`: under DeepSpeed, where ranks do not see each other, and for FSDP with one process.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ValueError(
+            "Pretraining and cooldowns do not run under DeepSpeed, whose engine takes one optimizer and keeps it to "
+            "itself: launch with recipes/accelerate/fsdp2.yaml. SFT does run with deepspeed_zero2.yaml."
+        )
+    sharded, world, seen = wants_sharding(), int(os.environ.get("WORLD_SIZE", 1)), process_state().num_processes
+    if world != seen:
+        raise ValueError(
+            f"The launcher started {world} processes and Accelerate sees {seen}: on CPUs, set ACCELERATE_USE_CPU=true "
+            "before the launcher."
+        )
+    if sharded and world == 1:
+        raise ValueError("FSDP needs more than one process: launch with --num_processes, or another configuration.")
+    return world
+
+
 def mean_training_flops(recipe: PretrainRecipe, config: PreTrainedConfig, sequence_length: int) -> float:
     """FLOPs per token of the full depth, in the mean over the law of depths (`accounting.training_flops_per_token`)."""
     law = recipe.depth_sampler(config).law
@@ -450,15 +486,12 @@ def _accelerator(recipe: PretrainRecipe, options: RunOptions, output_dir: Path, 
     precision = recipe.precision
     if precision == "auto":
         precision = "bf16" if fastest_dtype() is torch.bfloat16 else "no"
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise ValueError(
-            "Pretraining and cooldowns do not run under DeepSpeed, whose engine takes one optimizer and keeps it to "
-            "itself: launch with recipes/accelerate/fsdp2.yaml. SFT does run with deepspeed_zero2.yaml."
-        )
-    sharded = wants_sharding()
+    check_launcher()
     handlers = []
-    if getattr(config, "injection", None) == "none" and config.backprop_recurrences is not None:
-        # Truncation then cuts the prelude off in the steps that run more passes.
+    truncated = config.backprop_recurrences is not None or recipe.backprop_curriculum_steps is not None
+    # Without injection, truncation cuts the prelude off in the steps that run more passes. Routers see no gradient of
+    # passes that a step does not run.
+    if (getattr(config, "injection", None) == "none" and truncated) or config.model_type == "mixture_of_recursions":
         handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
     asked = os.environ.pop("ACCELERATE_USE_FSDP", None)  # sharding.py does what Accelerate's plugin would
     tracker = None if options.tracker == "none" else options.tracker
@@ -469,15 +502,7 @@ def _accelerator(recipe: PretrainRecipe, options: RunOptions, output_dir: Path, 
     finally:
         if asked is not None:
             os.environ["ACCELERATE_USE_FSDP"] = asked
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world != accelerator.num_processes:
-        raise ValueError(
-            f"The launcher started {world} processes and Accelerate sees {accelerator.num_processes}: on CPUs, set "
-            "ACCELERATE_USE_CPU=true before the launcher."
-        )
-    if sharded and world == 1:
-        raise ValueError("FSDP needs more than one process: launch with --num_processes, or another configuration.")
-    return accelerator, sharded
+    return accelerator, wants_sharding()
 
 
 def _grow(accelerator: Accelerator, sharded: bool, wrapped, optimizers, recipe: PretrainRecipe):
@@ -546,6 +571,18 @@ def _any_rank(accelerator: Accelerator, flag: bool) -> bool:
     return accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), "sum").item() > 0
 
 
+def _all_finite(model: PreTrainedModel) -> bool:
+    parts = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())
+    return all(part.isfinite().all() for part in parts)
+
+
+def _advice(output_dir: Path) -> str:
+    last = newest_checkpoint(output_dir)
+    return "Lower the learning rates; " + (
+        "there is no checkpoint yet." if last is None else f"the last checkpoint, {last}, is intact."
+    )
+
+
 def _next_multiple(tokens: int, every: float | None) -> float:
     """The first multiple of `every` above `tokens`."""
     return math.inf if every is None else (tokens // every + 1) * every
@@ -571,14 +608,17 @@ def _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, 
         model = accelerator.unwrap_model(wrapped)
 
         def write(folder: Path) -> None:
-            model.save_pretrained(folder, state_dict=weights)
+            with unsharded_class(model):
+                model.save_pretrained(folder, state_dict=weights)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             data = rows.state_dict() if hasattr(rows, "state_dict") else None
-            torch.save({"optimizers": states, "rows": data}, folder / checkpoints.STATE)
+            with (folder / checkpoints.STATE).open("wb") as file:  # a path's errors would hide the operating system's
+                torch.save({"optimizers": states, "rows": data}, file)
             (folder / checkpoints.PROGRESS).write_text(json.dumps(state, indent=2) + "\n")
             if decorate is not None:
-                decorate(folder, model, state)
+                with unsharded_class(model):
+                    decorate(folder, model, state)
 
         output_dir.mkdir(parents=True, exist_ok=True)
         write_checkpoint(output_dir, state["step"], write, keep_last, keep)
@@ -595,17 +635,27 @@ def _best(output_dir: Path) -> tuple[float, int | None]:
 FREE_TO_CHANGE = ("checkpoint_every", "activation_checkpointing")  # without another number coming out
 
 
-def _steps_done(checkpoint: Path, recipe: PretrainRecipe, facts: dict) -> int:
+def steps_done(checkpoint: Path, recipe: PretrainRecipe, facts: dict) -> int:
+    """Of a checkpoint that a run with `recipe` and `facts` may continue; raises `ValueError` for another one."""
     progress = read_progress(checkpoint)
     trained = {**asdict(PretrainRecipe()), **progress["recipe"]}  # an older one lacks newer fields
     asked = {name: value for name, value in asdict(recipe).items() if name not in FREE_TO_CHANGE}
     changed = {name: trained[name] for name, value in asked.items() if trained[name] != value}
     earlier = progress.get("facts", {})
-    changed |= {name: earlier[name] for name, value in facts.items() if name in earlier and earlier[name] != value}
+    for name in set(earlier) & set(facts):
+        changed |= _differing(earlier[name], facts[name], name)
     if changed:
         was = ", ".join(f"{name}={value!r}" for name, value in changed.items())
         raise ValueError(f"{checkpoint} was trained with {was}: continue with the same, or choose another directory.")
     return progress["step"]
+
+
+def _differing(earlier, now, name: str) -> dict:
+    """{dotted name: earlier value} of what differs."""
+    if isinstance(earlier, dict) and isinstance(now, dict):
+        found = [_differing(earlier.get(key), now.get(key), f"{name}.{key}") for key in {**earlier, **now}]
+        return {key: value for one in found for key, value in one.items()}
+    return {} if earlier == now else {name: earlier}
 
 
 def grow_training_state(source: Path, model: PreTrainedModel, operator: str, block_size: int, output: Path) -> None:

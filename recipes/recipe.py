@@ -27,6 +27,10 @@ class YamlLoader(yaml.SafeLoader):
 YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
 )
+# And it reads no, yes, on and off as truth values, where a recipe means precision: no.
+for first, resolvers in YamlLoader.yaml_implicit_resolvers.items():
+    if first not in "tTfF":
+        YamlLoader.yaml_implicit_resolvers[first] = [one for one in resolvers if one[0] != "tag:yaml.org,2002:bool"]
 
 
 def read_yaml(name: str):

@@ -4,11 +4,12 @@ FSDP plugin is not used, since it knows no core that is passed several times, an
 """
 
 import os
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -58,6 +59,20 @@ def shard(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]):
             like = parameters[name]
             optimizer.state[like] = {key: _as_sharded(value, like) for key, value in values.items()}
     return model, optimizers
+
+
+@contextmanager
+def unsharded_class(model: PreTrainedModel):
+    """
+    `fully_shard` gives a model a class of torch's module: save_pretrained would put that one's code beside the weights,
+    and its name into configuration and card.
+    """
+    sharded = type(model)
+    model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
 
 
 def _as_sharded(value, like: torch.Tensor):

@@ -46,7 +46,7 @@ from modeling_looped.recipes.pretrain import evaluate, newest_checkpoint
 from modeling_looped.recipes.tokens import train_tokenizer
 
 
-WORDS = "ash bay cedar dune elm fern grove heath isle jetty knoll lake marsh north oak pine quay reed shore tide".split()
+WORDS = "ash bay cedar dune elm fern grove heath isle knoll lake marsh north oak pine quay reed shore tide".split()
 NARROW = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 32}
 
 # A stack that grows from 2 over 4 to 6 layers, after steps 2 and 6, and a plateau that ends at step 12.
@@ -66,8 +66,8 @@ GROWING = {
         "validation_tokens": 200,
     },
     "training": {
-        "total_steps": 16, "batch_size": 4, "optimizer": "adamw", "adamw_lr": 1e-3, "decay": "trapezoid", "decay_steps": 4,
-        "growth_operator": "lidas", "growth_block_size": 2, "checkpoint_every": 3, "precision": "no",
+        "total_steps": 16, "batch_size": 4, "optimizer": "adamw", "adamw_lr": 1e-3, "checkpoint_every": 3,
+        "decay": "trapezoid", "decay_steps": 4, "growth_operator": "lidas", "growth_block_size": 2, "precision": "no",
     },
     "run": {"tracker": "none", "keep_last": 9},
 }  # fmt: skip
@@ -140,8 +140,8 @@ for line in sys.stdin:
 
 class Commands:
     """
-    `python -m modeling_looped.recipes.pretrain ...` in processes of their own, from the folder `library`. They are forked
-    from one that has imported torch, since a dozen starts from nothing would take minutes.
+    `python -m modeling_looped.recipes.pretrain ...` in processes of their own, from the folder `library`. They are
+    forked from one that has imported torch, since a dozen starts from nothing would take minutes.
     """
 
     def __init__(self, library: Path, log: Path):
@@ -155,13 +155,18 @@ class Commands:
         self.server.stdin.close()
         self.server.wait(timeout=60)
 
-    def run(self, *arguments, kill=None, number=signal.SIGKILL, largest_file: int | None = None, then=None) -> tuple[int, str]:
+    def run(self, *arguments, kill=None, number=signal.SIGKILL, largest_file=None, then=None) -> tuple[int, str]:
         """
         The exit status and what was printed. As soon as `kill()` holds, looked at every millisecond, the process gets
-        the signal `number`; or `then` is called instead.
+        the signal `number`; or `then` is called instead. No file may become larger than `largest_file` bytes.
         """
-        ask = {"module": "modeling_looped.recipes.pretrain", "arguments": list(map(str, arguments)), "log": str(self.log)}
-        print(json.dumps({**ask, "largest_file": largest_file}), file=self.server.stdin, flush=True)
+        ask = {
+            "module": "modeling_looped.recipes.pretrain",
+            "arguments": list(map(str, arguments)),
+            "log": str(self.log),
+            "largest_file": largest_file,
+        }
+        print(json.dumps(ask), file=self.server.stdin, flush=True)
         child = int(self.server.stdout.readline())
         ended = False
         while kill is not None and not ended:
@@ -375,8 +380,8 @@ def test_a_run_that_may_not_write_a_checkpoint_names_the_last_good_one_which_loa
     status, text = commands.run(*arguments, largest_file=largest)
     assert status == 2
     assert text.splitlines()[-1] == (
-        f"pretrain: The checkpoint of step 9 could not be written ([Errno 27] File too large); {output}/step-6 is intact, "
-        "and --resume auto goes on from it."
+        "pretrain: The checkpoint of step 9 could not be written ([Errno 27] File too large); "
+        f"{output}/step-6 is intact, and --resume auto goes on from it."
     )
     assert_intact_after_a_full_disk(commands, output, text, whole("growing"))
 
@@ -443,7 +448,7 @@ def assert_intact_after_a_full_disk(commands: Commands, output: Path, text: str,
 def test_every_checkpoint_loads_in_a_clean_process_and_says_what_it_is(whole, library):
     growing, looped = whole("growing"), whole("looped")
     checkpoints = [*sorted(growing.glob("step-*")), *looped.glob("step-*")]
-    assert [path.name for path in checkpoints] == ["step-12", "step-15", "step-16", "step-3", "step-6", "step-9", "step-8"]
+    assert [int(path.name.removeprefix("step-")) for path in checkpoints] == [12, 15, 16, 3, 6, 9, 8]
     program = (
         "import json, sys, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -485,12 +490,13 @@ def test_the_recipe_in_a_checkpoint_is_that_of_the_same_run(commands, whole, tmp
 
 def test_the_newest_the_best_and_the_plateau_s_last_checkpoint_are_kept(library, monkeypatch, tmp_path):
     monkeypatch.chdir(library)
-    # Held-out text that has nothing of the training text is predicted worse and worse.
-    (tmp_path / "other.jsonl").write_text('{"text": "%s"}' % " ".join("7301942586" * 30))
+    # Held-out text without a token of the training text is predicted worse and worse.
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "7301942586" * 30}))
     recipe = copy.deepcopy(LOOPED)
     recipe["data"] |= {"validation": {"path": str(tmp_path / "other.jsonl")}, "validation_tokens": 200}
     recipe["training"] |= {
-        "total_steps": 5, "decay": "trapezoid", "decay_steps": 2, "optimizer": "adamw", "adamw_lr": 0.05, "checkpoint_every": 1,
+        "total_steps": 5, "decay": "trapezoid", "decay_steps": 2, "optimizer": "adamw", "adamw_lr": 0.05,
+        "checkpoint_every": 1,
     }  # fmt: skip
     run("pretrain", recipe, tmp_path / "out")
     losses = {
@@ -597,7 +603,7 @@ BAD_RECIPES = {
     "option": ({}, ("--totl_steps", "3"), ["'--totl_steps'", "did you mean 'total_steps'?"]),
     "type": ({"training__batch_size": "many"}, (), ["training", "batch_size='many'", "int"]),
     "two budgets": ({"training__budget_tokens": 1000}, (), ["total_steps and budget_tokens"]),
-    "two budget options": ({}, ("--budget_tokens", "1000", "--budget_flops", "1e9"), ["budget_tokens and budget_flops"]),
+    "two budget options": ({}, ("--budget_tokens", "9", "--budget_flops", "1e9"), ["budget_tokens and budget_flops"]),
     "small budget": ({}, ("--budget_tokens", "5"), ["128 tokens", "lower batch_size"]),
     "tracker": ({"run__tracker": "mlflow"}, (), ["tracker='mlflow'", "tensorboard, trackio, wandb, none"]),
     "both modes": ({}, ("--resume", "auto", "--overwrite"), ["--resume", "--overwrite", "one of the two"]),
@@ -610,26 +616,30 @@ BAD_RECIPES = {
     "column": ({**TOKENIZER, **source("packed.jsonl", column="words")}, (), ["packed.jsonl", "'words'"]),
     "skip": ({**TOKENIZER, **source("packed.jsonl", skip=1000)}, (), ["'packed.jsonl'", "skip=1000"]),
     "short": (source("short.jsonl"), (), ["'short.jsonl'", "one row of 33 tokens", "use more text"]),
-    "validation": ({"data__validation": {"path": "nowhere.jsonl"}}, (), ["validation", "'nowhere.jsonl'", "not a file"]),
+    "validation": ({"data__validation": {"path": "nowhere.jsonl"}}, (), ["validation", "'nowhere.jsonl'", "a file"]),
     "vocabulary": (
         {"data__tokenizer": "tokenizer-300", "model__fields__vocab_size": 280},
         (),
         ["tokenizer='tokenizer-300'", "300", "vocab_size is 280", "choose"],
     ),
     "tokenizer": ({"data__tokenizer": "nowhere"}, (), ["tokenizer='nowhere'", "cannot be loaded"]),
-    "packed length": ({**TOKENIZER, **source("packed-16")}, (), ["packed-16", "sequence_length=16", "the run has 32", "pack it anew"]),
+    "packed length": (
+        {**TOKENIZER, **source("packed-16")}, (), ["packed-16", "sequence_length=16", "the run has 32", "pack it anew"],
+    ),
     "packed tokenizer": (
-        {**source("packed-32"), "data__tokenizer": "tokenizer-280"}, (), ["packed-32", "another tokenizer", "pack it anew"],
+        {**source("packed-32"), "data__tokenizer": "tokenizer-280"}, (), ["packed-32", "another tokenizer", "anew"],
     ),
     "tokenizer of rows": (source("packed-32"), (), ["'packed-32'", "token ids", "name its own"]),
     "length": ({"data__sequence_length": 64}, (), ["sequence_length=64", "max_position_embeddings=32", "lower it"]),
     "no length": ({"data__sequence_length": 0}, (), ["sequence_length=0", "at least 1"]),
     "batch": ({"training__batch_size": 3}, (), ["batch_size=3", "2 micro-steps", "make it a multiple"]),
-    "growth of another family": ({"training__growth_operator": "lidas"}, ("--growth_block_size", "1"), ["LoopedGPT", "grow"]),
+    "growth of another family": (
+        {"training__growth_operator": "lidas"}, ("--growth_block_size", "1"), ["LoopedGPT", "grow"],
+    ),
     "warm-up": ({"training__warmup_steps": -1}, (), ["warmup_steps=-1", "negative"]),
     "depth": ({"training__depth_scheme": "poisson-lognormal"}, (), ["mean=None", "'poisson-lognormal'"]),
     "checkpoint": (
-        {"model": {"checkpoint": "nowhere"}, "data__tokenizer": "tokenizer-300"}, (), ["checkpoint='nowhere'", "no configuration"],
+        {"model": {"checkpoint": "nowhere"}, **TOKENIZER}, (), ["checkpoint='nowhere'", "no configuration"],
     ),
     "family": ({"model": {"checkpoint": "gpt2"}}, (), ["'gpt2' is a gpt2", "looped_gpt", "Llama-shaped"]),
 }  # fmt: skip
@@ -637,7 +647,7 @@ BAD_RECIPES = {
 
 @pytest.fixture(scope="module")
 def bad_library(library, tmp_path_factory) -> Path:
-    """`library` with what goes wrong: broken and short texts, rows of another length, a checkpoint of another family."""
+    """`library` with what goes wrong: broken and short texts, packed rows, a checkpoint of another family."""
     folder = tmp_path_factory.mktemp("bad") / "library"
     shutil.copytree(library, folder, ignore=shutil.ignore_patterns("whole-*", "modules"))
     (folder / "empty.jsonl").touch()
@@ -663,7 +673,9 @@ def test_what_cannot_run_is_refused_in_one_sentence_and_nothing_is_written(bad_l
         assert part in sentence, sentence
 
 
-def test_a_growth_or_a_retrofit_that_does_not_fit_is_refused_before_anything_is_written(bad_library, monkeypatch, capsys):
+def test_a_growth_or_a_retrofit_that_does_not_fit_is_refused_before_anything_is_written(
+    bad_library, monkeypatch, capsys
+):
     monkeypatch.chdir(bad_library)
     for values, parts in (
         ({"training__growth_block_size": 4}, ["growth_block_size=4", "divide", "6 layers"]),
@@ -724,6 +736,7 @@ def test_a_run_is_neither_begun_twice_nor_continued_as_another_nor_deleted_for_n
         copied(library / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     recipe, output = changed(LOOPED, training__total_steps=1, **TOKENIZER), tmp_path / "out"
+    unstreamed = {**recipe["data"]["sources"], "streamed": {"path": "streamed.jsonl", "share": 0.25}}
     run("pretrain", recipe, output)
     capsys.readouterr()
 
@@ -734,7 +747,7 @@ def test_a_run_is_neither_begun_twice_nor_continued_as_another_nor_deleted_for_n
         ({"data__packing": "best_fit"}, "packing='concatenate'"),
         ({"data__data_seed": 1}, "data_seed=0"),
         ({"model__fields__hidden_size": 64}, "model.hidden_size=32"),
-        ({"data__sources": {**recipe["data"]["sources"], "streamed": {"path": "streamed.jsonl", "share": 0.25}}}, "streaming"),
+        ({"data__sources": unstreamed}, "sources.streamed.streaming=True"),
         ({"data__sources": {"packed": {"path": "packed.jsonl"}}}, "sources."),
     ):
         sentence = refused("pretrain", changed(recipe, **values), output, capsys, ("--resume", "auto"))
@@ -871,7 +884,8 @@ def test_a_mixture_has_its_shares_exactly_in_each_period_and_names_every_row(sha
 
 
 def test_shares_of_no_short_period_are_kept_to_four_digits():
-    for shares in ([0.7001234, 0.2998766], [2 / 7, 3 / 11, 1 - 2 / 7 - 3 / 11], [0.99999, 0.00001], [0.123456789] * 8 + [0.012345688]):
+    nine = [0.123456789] * 8 + [0.012345688]
+    for shares in ([0.7001234, 0.2998766], [2 / 7, 3 / 11, 1 - 2 / 7 - 3 / 11], [0.99999, 0.00001], nine):
         counts = shares_as_counts(shares)
         assert sum(counts) <= 10_000
         assert all(abs(count / sum(counts) - share) < 1e-4 for count, share in zip(counts, shares, strict=True))
@@ -995,9 +1009,10 @@ def test_packed_rows_are_a_data_set_on_disk_that_the_packer_s_rows_fill(library,
 def test_rows_that_are_token_ids_already_are_read_as_they_are(tmp_path):
     rows = np.arange(60).reshape(6, 10).tolist()
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    source = StreamedSource(Source(str(tmp_path / "rows.jsonl"), column="input_ids", streaming=True), "best_fit", None, 9)
+    ids = Source(str(tmp_path / "rows.jsonl"), column="input_ids", streaming=True)
+    source = StreamedSource(ids, "best_fit", None, 9)
     assert [source.row(number, 0).tolist() for number in range(8)] == [*rows, *rows[:2]]
-    other = StreamedSource(Source(str(tmp_path / "rows.jsonl"), column="input_ids", streaming=True), "best_fit", None, 8)
+    other = StreamedSource(ids, "best_fit", None, 8)
     with pytest.raises(ValueError, match=r"a packed row has 10 tokens, and sequence_length \+ 1 = 9 are needed"):
         other.row(0, 0)
 
