@@ -123,7 +123,7 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Over additional passes: loss on problems, and accuracy at depths 1 and 2."""
+    """Over additional passes: what they change in loss, and the accuracy on variable assignment."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,14 +131,20 @@ def plot(rows: list[dict], path: Path) -> None:
 
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.8), layout="constrained")
     colours = dict(zip(NAMES.values(), ("0.45", "#1f5fa8", "#1f5fa8", "#c4622d", "#c4622d")))
-    columns = ["problems_nats", "assignment_depth_1", "assignment_depth_2"]
-    titles = ["Word problems", "Variable assignment, depth 1", "Variable assignment, depth 2"]
-    for axes, column, title in zip(panels, columns, titles):
+    accuracy = [f"assignment_depth_{depth}" for depth in DEPTHS]
+    for axes, columns, title in zip(
+        panels,
+        (["problems_nats"], ["text_nats"], accuracy),
+        ("Word problems", "Text", "Variable assignment, mean of depths 0 to 2"),
+    ):
         for label, colour in colours.items():
             mine = [row for row in rows if row["model"] == label]
+            values = [sum(float(row[column]) for column in columns) / len(columns) for row in mine]
+            if columns is not accuracy:
+                values = [value - values[0] for value in values]
             axes.plot(
                 [row["additional_passes"] for row in mine],
-                [float(row[column]) for row in mine],
+                values,
                 color=colour,
                 linestyle="-" if label.endswith("SFT") else "--",
                 marker="o",
@@ -149,11 +155,11 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.set(xlabel="additional passes over layers 4 to 7", xticks=REPEATS)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
-    panels[0].set_ylabel("held-out loss (nats per token)")
-    for axes in panels[1:]:
-        axes.set(ylabel="accuracy", ylim=(0, 1.02))
-        axes.axhline(0.2, color="0.7", linewidth=1, linestyle=":", zorder=0)
-        axes.text(REPEATS[-1], 0.21, "chance", color="0.5", fontsize=8, ha="right", va="bottom")
+    for axes in panels[:2]:
+        axes.set_ylabel("change in held-out loss (nats per token)")
+    panels[2].set(ylabel="accuracy", ylim=(0, 0.62))
+    panels[2].axhline(0.2, color="0.6", linewidth=1, linestyle=":", zorder=0)
+    panels[2].text(REPEATS[-1], 0.09, "chance is 0.2", color="0.5", fontsize=8, ha="right", va="bottom")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

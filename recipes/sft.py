@@ -837,8 +837,9 @@ def _run(parsed) -> None:
     if source.untie:  # no recurrence is left
         training = replace(training, num_recurrences=None)
     tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
+    progress, settings = sys.stderr.isatty(), {"recipe": parsed.values}
     result = sft(
-        model, tokenizer, data, training, output_dir, source.adapters(model), resume, settings={"recipe": parsed.values}
+        model, tokenizer, data, training, output_dir, source.adapters(model), resume, progress, settings
     )
     if PartialState().is_main_process:
         print(_table(result))
