@@ -124,7 +124,8 @@ def launch(parsed: ParsedRecipe, stage: str):
     main_process = process_state().is_main_process
     text = f"# python -m modeling_looped.recipes.{stage} --config {RECIPE} --output_dir DIR\n" + as_yaml(parsed.values)
     if main_process:
-        print(describe(config, recipe, data, figures), flush=True)
+        print(describe(config, recipe, data, figures))
+        print(f"{'processes':<15} {process_state().num_processes}", flush=True)
         if parsed.overwrite:
             delete_run(output)
         output.mkdir(parents=True, exist_ok=True)

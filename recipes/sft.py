@@ -20,7 +20,6 @@ from pathlib import Path
 from random import Random
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import (
@@ -43,6 +42,7 @@ from modeling_looped.depth_sampling import DepthSampler, DepthSamplingCallback
 from modeling_looped.looping import apply_loops, load, unroll
 
 from .optimizers import fastest_dtype
+from .pretrain import process_state
 from .recipe import hint, parse_recipe
 from .study import versions
 from .synthetic import FORMS, ChoiceItem, variable_assignment
@@ -533,7 +533,7 @@ def _described(peft_config) -> dict | None:
 
 def check_output(output_dir: Path, resume: bool = False, overwrite: bool = False) -> None:
     """
-    Refuses a folder that holds something, but for a run that is to be continued; `overwrite` deletes a run.
+    Refuses a folder that holds something, but for a run that is to be continued, or deleted under `overwrite`.
 
     Raises:
         `ValueError`: with what to do instead.
@@ -546,16 +546,13 @@ def check_output(output_dir: Path, resume: bool = False, overwrite: bool = False
             f"output_dir={str(output_dir)!r} holds something that is no run of this script: choose another."
         )
     if overwrite:
-        state = PartialState()
-        if state.is_main_process:
-            shutil.rmtree(output_dir)
-        state.wait_for_everyone()
-    elif not resume:
+        return
+    if not resume:
         raise ValueError(
             f"output_dir={str(output_dir)!r} holds a run: --resume auto continues it, --overwrite deletes it and "
             "starts again."
         )
-    elif (output_dir / RESULT).is_file():
+    if (output_dir / RESULT).is_file():
         raise ValueError(f"output_dir={str(output_dir)!r} holds a finished run: there is nothing to continue.")
 
 
@@ -795,7 +792,7 @@ def _choice_rows(model, tokenizer, data: SftData, batch_size: int) -> list[dict]
     """The accuracies at every depth and number of shots; each rank scores its share of the items."""
     if not data.built_in or data.test_items == 0:
         return []
-    state = PartialState()
+    state = process_state()
     rows = []
     for depth in data.eval_depths:
         items = variable_assignment(data.form, depth, data.test_items, TEST_SEED, split="test")
@@ -837,11 +834,15 @@ def _run(parsed) -> None:
     if source.untie:  # no recurrence is left
         training = replace(training, num_recurrences=None)
     tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
+    if parsed.overwrite:  # nothing is deleted before what replaces it is there
+        if process_state().is_main_process:
+            shutil.rmtree(output_dir, ignore_errors=True)
+        process_state().wait_for_everyone()
     progress, settings = sys.stderr.isatty(), {"recipe": parsed.values}
     result = sft(
         model, tokenizer, data, training, output_dir, source.adapters(model), resume, progress, settings
     )
-    if PartialState().is_main_process:
+    if process_state().is_main_process:
         print(_table(result))
         print(f"{output_dir}: {result.steps} steps in {result.seconds:.0f} s")
 

@@ -3,10 +3,13 @@
 import os
 from pathlib import Path
 
-import pytest
-import torch
 
-from modeling_looped import (
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read while the libraries below are imported
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from modeling_looped import (  # noqa: E402
     GrownLlamaConfig,
     GrownLlamaForCausalLM,
     LoopedGPTConfig,
@@ -18,7 +21,6 @@ from modeling_looped import (
 )
 
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # tests run side by side, one process a core
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from test_runs import content, environment, numbers, step_done, write_texts
 
 from modeling_looped.recipes import launch
-from modeling_looped.recipes.pretrain import newest_checkpoint
+from modeling_looped.recipes.pretrain import PretrainRecipe, newest_checkpoint, rows_per_rank
 from modeling_looped.recipes.tokens import train_tokenizer
 
 
@@ -326,12 +326,10 @@ def test_launchers_that_do_not_fit_are_refused_before_anything_is_written(
     assert content(folder) == before
 
 
-def test_a_batch_that_two_ranks_cannot_share_is_refused(folder, monkeypatch, capsys):
-    from modeling_looped.recipes import pretrain
-
-    recipe = pretrain.PretrainRecipe(batch_size=6, micro_steps=2)
+def test_a_batch_that_two_ranks_cannot_share_is_refused():
+    assert rows_per_rank(PretrainRecipe(batch_size=8, micro_steps=2), 2) == 2
     with pytest.raises(ValueError, match="batch_size=6 does not split over 2 processes and 2 micro-steps"):
-        pretrain.rows_per_rank(recipe, 2)
+        rows_per_rank(PretrainRecipe(batch_size=6, micro_steps=2), 2)
 
 
 if __name__ == "__main__":

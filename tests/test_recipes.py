@@ -489,7 +489,7 @@ SMALL = "model: {architecture: looped-gpt-s10-r4}\ndata: {sources: {a: {path: ar
         ({"a": SMALL}, ("--architecture", "looped-gpt-s10-r5"), "did you mean 'looped-gpt-s10-r"),
         ({"a": SMALL}, ("--total_steps", "2", "--budget_tokens", "1e6"), "give one of total_steps and budget_tokens"),
         ({"a": SMALL}, ("--sources", "{a: {path: arithmetic, shares: 1}}"), "did you mean 'share'"),
-        ({"a": SMALL}, ("--growth_operator", "midas"), "growth_operator='midas'"),
+        ({"a": SMALL}, ("--growth_operator", "midas"), "cannot grow"),
         ({"a": "- model\n"}, (), "must be a mapping"),
         ({"a": ""}, (), "must be a mapping"),
         ({"a": "model: ["}, (), "is not YAML"),

@@ -570,8 +570,8 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     (run / "sft.json").write_text("{}")
     with pytest.raises(ValueError, match="finished"):
         check_output(run, resume=True)
-    check_output(run, overwrite=True)
-    assert not run.exists() and (tmp_path / "notes.txt").exists()
+    check_output(run, overwrite=True)  # deleted later, when the model that replaces it is there
+    assert run.exists() and (tmp_path / "notes.txt").exists()
 
 
 # The command
@@ -612,6 +612,9 @@ def test_the_command_trains_once_and_does_not_overwrite_unasked(recipe, tmp_path
         assert ended.value.code == 2 and said in capsys.readouterr().err
     main(["--config", recipe(), "--output_dir", out, "--resume", "auto"])
     assert "finished run" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--config", recipe(), "--output_dir", out, "--overwrite", "--checkpoint", str(tmp_path / "nowhere")])
+    assert (tmp_path / "out" / "sft.json").is_file()
     main(["--config", recipe(), "--output_dir", out, "--overwrite", "--epochs", "2"])
     assert json.loads((tmp_path / "out" / "sft.json").read_text())["steps"] == 4
 
