@@ -223,7 +223,18 @@ def _documents(source: Source) -> Iterator:
 
 def _python_library(split: str) -> list[str]:
     train, validation = split_by_name(standard_library())
-    return _split(split, train, validation)
+    return _split(split, train, _apart(train, validation))
+
+
+def _arithmetic(split: str) -> list[str]:
+    train = arithmetic_texts(20_000, 0)
+    return _split(split, train, _apart(train, arithmetic_texts(500, 1)))
+
+
+def _apart(train: list[str], validation: list[str]) -> list[str]:
+    """The held-out documents that are not among the training documents too."""
+    known = set(train)
+    return [text for text in validation if text not in known]
 
 
 def _split(split: str, train, validation):
@@ -235,7 +246,7 @@ def _split(split: str, train, validation):
 # Endless ones would never be packed: so many documents, of seeds that no other split has.
 BUILT_IN = {
     "python-library": _python_library,
-    "arithmetic": lambda split: arithmetic_texts(_split(split, 20_000, 500), _split(split, 0, 1)),
+    "arithmetic": _arithmetic,
     "variable-assignment": lambda split: (
         f"{item.prompt} {item.answer}"
         for item in variable_assignment("basic", 0, _split(split, 10_000, 500), _split(split, 0, 1))

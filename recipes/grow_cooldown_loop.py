@@ -2,15 +2,18 @@
 The recipe of arXiv 2602.16490 from end to end at toy scale: grow a stack by LIDAS, cool down on word problems with and
 without one more pass over its middle block, fine-tune on variable assignment, and repeat the block without training.
 
-    python -m modeling_looped.recipes.grow_cooldown_loop OUTPUT
+    python -m modeling_looped.recipes.grow_cooldown_loop OUTPUT [--quick]
 
-Every step is the command that a user would give; called again, finished steps are not repeated.
+Every step is the command that a user would give; called again, finished steps are not repeated. `--quick` runs the toy
+sections of the recipes, which only shows that everything works.
 """
 
+import argparse
 import csv
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +29,7 @@ from .synthetic import variable_assignment
 
 
 BLOCK = (4, 8)  # the middle of 12 layers, as in toy_cooldown.yaml
-REPEATS, DEPTHS, ITEMS, TOKENS = (0, 1, 2), (0, 1, 2), 60, 8192
+REPEATS, DEPTHS = (0, 1, 2), (0, 1, 2)
 NAMES = {
     "grow": "grown",
     "cooldown": "+ cooldown",
@@ -34,19 +37,34 @@ NAMES = {
     "cooldown-loop": "+ looped cooldown",
     "sft-loop": "+ looped cooldown + SFT",
 }
+
+
+@dataclass(frozen=True)
+class Size:
+    """Where the runs of the recipes stand, and how much is measured."""
+
+    plateau: int  # the step that cooldowns start from
+    grown: int
+    cooled: int
+    items: int  # of variable assignment, at each depth
+    tokens: int  # held out
+
+
+FULL, QUICK = Size(425, 500, 150, 60, 8192), Size(20, 24, 6, 4, 1024)
 COLUMNS = ["model", "additional_passes", "executed_layers", "text_nats", "problems_nats"]
 COLUMNS += [f"assignment_depth_{depth}" for depth in DEPTHS] + ["items"]
 
 
-def main(output_dir: str) -> None:
-    output = Path(output_dir)
+def main(output_dir: str, quick: bool = False) -> None:
+    output, size = Path(output_dir), QUICK if quick else FULL
     began = time.perf_counter()
-    for name, script, options in steps(output):
-        if not _finished(output / name):
+    for name, script, options, result in steps(output, size):
+        if not result.exists():
+            options = [*options, *(["--toy"] if quick else [])]
             print(f"\n{name}: looped {script} {' '.join(options)}", flush=True)
             command = [sys.executable, "-m", f"modeling_looped.recipes.{script}", *options]
             subprocess.run([*command, "--output_dir", str(output / name), "--resume", "auto"], check=True)
-    rows = measure(output)
+    rows = measure(output, size)
     with (output / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -55,39 +73,35 @@ def main(output_dir: str) -> None:
     print(f"\n{table(rows)}\n\n{output}/results.csv and results.png, after {time.perf_counter() - began:.0f} s")
 
 
-def steps(output: Path) -> list[tuple[str, str, list[str]]]:
-    """`(folder, script, options)` in the order in which they have to run."""
-    plateau = str(output / "grow" / "step-425")
-    cooled = ["--config", "toy_cooldown", "--checkpoint", plateau]
+def steps(output: Path, size: Size) -> list[tuple[str, str, list[str], Path]]:
+    """`(folder, script, options, what is there when it is finished)` in the order in which they have to run."""
+    cooled = ["--config", "toy_cooldown", "--checkpoint", str(output / "grow" / f"step-{size.plateau}")]
+    last = {name: output / name / f"step-{size.cooled}" for name in ("cooldown", "cooldown-loop")}
+    tuned = {name: ["--config", "toy_sft", "--checkpoint", str(path)] for name, path in last.items()}
     return [
-        ("grow", "pretrain", ["--config", "toy_grow"]),
-        ("cooldown", "cooldown", [*cooled, "--retrofit_layers", "null"]),
-        ("cooldown-loop", "cooldown", cooled),
-        ("sft", "sft", ["--config", "toy_sft", "--checkpoint", str(output / "cooldown" / "step-150")]),
-        ("sft-loop", "sft", ["--config", "toy_sft", "--checkpoint", str(output / "cooldown-loop" / "step-150")]),
+        ("grow", "pretrain", ["--config", "toy_grow"], output / "grow" / f"step-{size.grown}"),
+        ("cooldown", "cooldown", [*cooled, "--retrofit_layers", "null"], last["cooldown"]),
+        ("cooldown-loop", "cooldown", cooled, last["cooldown-loop"]),
+        ("sft", "sft", tuned["cooldown"], output / "sft" / "sft.json"),
+        ("sft-loop", "sft", tuned["cooldown-loop"], output / "sft-loop" / "sft.json"),
     ]
 
 
-def _finished(folder: Path) -> bool:
-    """A finished run says so itself; asking it costs the start of a process only where it is not."""
-    return (folder / "sft.json").is_file() or (folder / {"grow": "step-500"}.get(folder.name, "step-150")).is_dir()
-
-
-def measure(output: Path) -> list[dict]:
+def measure(output: Path, size: Size) -> list[dict]:
     """A row for each model and number of additional passes: loss on held-out text and problems, and accuracies."""
     disable_progress_bar()
     rows = []
-    items = {depth: variable_assignment("basic", depth, ITEMS, 0, split="test") for depth in DEPTHS}
+    items = {depth: variable_assignment("basic", depth, size.items, 0, split="test") for depth in DEPTHS}
+    sources = {
+        "text_nats": Source("python-library", split="validation", take=100),
+        "problems_nats": Source("arithmetic", split="validation"),
+    }
     for name, label in NAMES.items():
         folder = output / name if (output / name / "sft.json").is_file() else newest_checkpoint(output / name)
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-        held_out = {
-            "text_nats": Source("python-library", split="validation", take=100),
-            "problems_nats": Source("arithmetic", split="validation"),
-        }
         length, kept = model.config.max_position_embeddings, output / "grow" / "data"
         held_out = {
-            column: HeldOut.read(source, tokenizer, length, TOKENS, kept) for column, source in held_out.items()
+            column: HeldOut.read(source, tokenizer, length, size.tokens, kept) for column, source in sources.items()
         }
         for repeats in REPEATS:
             with loop(model, *BLOCK, repeats):
@@ -96,7 +110,7 @@ def measure(output: Path) -> list[dict]:
                 for depth in DEPTHS:
                     found = choice_accuracy(model, tokenizer, items[depth], batch_size=32)
                     row[f"assignment_depth_{depth}"] = f"{found.accuracy:.3f}"
-            rows.append({**row, "items": ITEMS})
+            rows.append({**row, "items": size.items})
             print(", ".join(f"{value}" for value in rows[-1].values()), flush=True)
     return rows
 
@@ -166,6 +180,8 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("grow_cooldown_loop: name the output folder.")
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("output", help="Where the runs, results.csv and results.png go.")
+    parser.add_argument("--quick", action="store_true", help="The toy sections of the recipes.")
+    arguments = parser.parse_args()
+    main(arguments.output, arguments.quick)

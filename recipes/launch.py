@@ -187,6 +187,20 @@ def check_depth(config: PreTrainedConfig, recipe: PretrainRecipe) -> None:
         shrink(model, recipe.growth_block_size)
 
 
+def trained_config(config: PreTrainedConfig, recipe: PretrainRecipe) -> PreTrainedConfig:
+    """The configuration that `recipe` trains, with its retrofitted recurrence where it has one."""
+    if recipe.retrofit_layers is None or not hasattr(config, "depth_plan"):
+        return config
+    return _with_plan(config, str(config.base_plan().repeat(*recipe.retrofit_layers, 1)))
+
+
+def _with_plan(config: PreTrainedConfig, plan: str) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.depth_plan = plan
+    config.trained_recurrences = max(config.trained_recurrences, config.num_recurrences)
+    return config
+
+
 def _plain(source: Source) -> dict:
     """Where a file lies is not what it says."""
     values, path = asdict(source), Path(source.path)
@@ -244,35 +258,32 @@ def delete_run(output: Path) -> None:
 
 def run_figures(config: PreTrainedConfig, recipe: PretrainRecipe, length: int) -> dict:
     """Parameters, tokens and FLOPs of a run with resolved budget, from the configuration alone."""
+    config = trained_config(config, recipe)
     counts, per_step = parameter_counts(config), recipe.batch_size * length
     tokens = recipe.total_steps * per_step
-    per_token = mean_training_flops(recipe, config, length)
+    block = recipe.growth_block_size
+    budgets = recipe.growth_budgets(config.num_hidden_layers) if recipe.growth_operator is not None else []
+    stages = [(steps, _with_plan(config, f"{stage * block}x1")) for stage, steps in enumerate(budgets, 1)]
+    stages.append((recipe.total_steps - sum(budgets), config))
+    flops = per_step * sum(steps * mean_training_flops(recipe, one, length) for steps, one in stages)
     figures = {
         "parameters": counts["total"],
         "parameters_without_embeddings": counts["unique"],
         "tokens_per_step": per_step,
         "steps": recipe.total_steps,
         "tokens": tokens,
-        "flops_per_token": per_token,
-        "flops": per_token * tokens,
+        "flops_per_token": flops / tokens,
+        "flops": flops,
+        "growth_steps": recipe.growth_steps(config),
     }
     if config.model_type == "grown_llama":
-        growing = recipe.growth_operator is not None
-        budgets = recipe.growth_budgets(config.num_hidden_layers) if growing else []
-        extra = 0 if recipe.retrofit_layers is None else recipe.retrofit_layers[1] - recipe.retrofit_layers[0]
-        figures["paper_flops"] = grown_training_flops(
-            config, budgets, recipe.growth_block_size, recipe.total_steps, per_step, length
-        )
-        if extra:
-            one = grown_training_flops(config, [1], config.num_hidden_layers + extra, 1, per_step, length)
-            figures["paper_flops"] = one * recipe.total_steps
-        figures["growth_steps"] = recipe.growth_steps(config)
+        figures["paper_flops"] = grown_training_flops(config, budgets, block, recipe.total_steps, per_step, length)
     return figures
 
 
 def describe(config: PreTrainedConfig, recipe: PretrainRecipe, data: DataRecipe, figures: dict) -> str:
     """What a run will be, as text."""
-    plan = config.plan()
+    plan = trained_config(config, recipe).plan()
     if recipe.optimizer == "adamw":
         rates = {"all": recipe.adamw_lr}
     else:
@@ -293,7 +304,8 @@ def describe(config: PreTrainedConfig, recipe: PretrainRecipe, data: DataRecipe,
         ),
     ]
     if "paper_flops" in figures:
-        lines.append(("", f"{figures['paper_flops'] / 1e15:,.3f} petaFLOP (counted as in arXiv 2602.16490)"))
+        peta = figures["paper_flops"] / 1e15
+        lines.append(("", f"{peta:{',.3f' if peta >= 1 else '.6g'}} petaFLOP (counted as in arXiv 2602.16490)"))
     if recipe.growth_operator is not None:
         lines.append(("grows", f"{recipe.growth_operator} after steps {', '.join(map(str, figures['growth_steps']))}"))
     if recipe.retrofit_layers is not None:

@@ -128,6 +128,11 @@ class PretrainRecipe:
         for name in ("budget_tokens", "budget_flops", "backprop_curriculum_steps"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+        if self.budget_flops is not None and self.growth_operator is not None:
+            raise ValueError(
+                f"budget_flops={self.budget_flops:g} with growth_operator={self.growth_operator!r}: what a step costs "
+                "grows with the stack, so give total_steps."
+            )
         if self.transfer == "hyperp" and self.optimizer != "muonh":
             raise ValueError(f"transfer='hyperp' needs optimizer='muonh' (it is {self.optimizer!r}).")
         if self.decay_steps is not None and (

@@ -35,16 +35,20 @@ for first, resolvers in YamlLoader.yaml_implicit_resolvers.items():
 
 def read_yaml(name: str):
     """The values of a recipe file, or of a bundled one by its name."""
-    path = Path(name)
-    if not path.is_file():
-        path = Path(__file__).parent / f"{name.removesuffix('.yaml')}.yaml"
-        if not path.is_file():
-            bundled = ", ".join(sorted(p.stem for p in Path(__file__).parent.glob("*.yaml")))
-            raise ValueError(f"{name!r} is neither a file nor a bundled recipe ({bundled}).")
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
+        return yaml.load(recipe_file(name).read_text(encoding="utf-8"), YamlLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def recipe_file(name: str) -> Path:
+    """A file by its path, or of a bundled recipe by its name."""
+    if Path(name).is_file():
+        return Path(name)
+    bundled = sorted(path.stem for path in Path(__file__).parent.glob("*.yaml"))
+    if name.removesuffix(".yaml") not in bundled:
+        raise ValueError(f"{name!r} is neither a file nor a bundled recipe{hint(name.removesuffix('.yaml'), bundled)}")
+    return Path(__file__).parent / f"{name.removesuffix('.yaml')}.yaml"
 
 
 def checked(kind: type, values, where: str):
@@ -141,11 +145,14 @@ class ModelSource:
                 return AutoConfig.from_pretrained(bundled / name)
             if name in ("looped_gpt", "recurrent_gpt", "mixture_of_recursions", "grown_llama"):
                 return AutoConfig.for_model(name)
+        ready = sorted(path.parent.name for path in bundled.glob("*/config.json"))
+        near = get_close_matches(name, ready, 1, 0.85) if self.checkpoint is None and not Path(name).exists() else []
+        if near:  # before the Hub is asked
+            raise ValueError(f"architecture={name!r} is no ready configuration: did you mean {near[0]!r}?")
         try:
             return AutoConfig.from_pretrained(name)
         except Exception as error:  # of many kinds: a missing file, an unknown model_type, no network
             what = "architecture" if self.checkpoint is None else "checkpoint"
-            ready = sorted(path.parent.name for path in bundled.glob("*/config.json"))
             near = get_close_matches(name, ready, 1)
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
@@ -204,6 +211,8 @@ def _parse(parser: argparse.ArgumentParser, sections: dict[str, type], arguments
     given, unknown = parser.parse_known_args(arguments)
     options = vars(given)
     homes = {one.name: section for section, kind in sections.items() for one in fields(kind)}
+    if unknown and not unknown[0].startswith("-"):
+        raise ValueError(f"{unknown[0]!r} belongs to no option: write --name value.")
     if unknown:
         names = [option.removeprefix("--") for option in parser._option_string_actions]
         raise ValueError(f"there is no option {unknown[0]!r}{hint(unknown[0].lstrip('-').partition('=')[0], names)}")
@@ -227,36 +236,47 @@ def _parse(parser: argparse.ArgumentParser, sections: dict[str, type], arguments
 
 
 def recipe_layers(name: str, sections: dict[str, type], toy: bool = False) -> list[dict[str, dict]]:
-    """The settings of a recipe, its `extends` before it and, where asked for, its `toy` section last."""
-    values = read_yaml(name)
+    """The settings of a recipe, what it `extends` before it and, where asked for, the nearest `toy` section last."""
+    asked, layers, toys = name, [], []
+    seen: dict[Path, str] = {}
+    while name is not None:
+        file = recipe_file(name).resolve()
+        if file in seen:
+            raise ValueError(f"{asked}: extends goes in a circle, {' -> '.join([*seen.values(), name])}.")
+        seen[file] = name
+        values = dict(_mapping(read_yaml(name), name, sections))
+        parent, small = values.pop("extends", None), values.pop("toy", None)
+        if parent is not None and not isinstance(parent, str):
+            raise ValueError(f"{name}: extends={parent!r} must be the name or file of one recipe.")
+        _check_sections(values, name, sections)
+        if small is not None:
+            _check_sections(_mapping(small, f"{name}, toy", sections), f"{name}, toy", sections)
+            toys.append(small)
+        layers.insert(0, values)
+        name = None if parent is None else path_of_parent(name, parent)
+    if toy and not toys:
+        raise ValueError(f"{asked} has no toy section: leave --toy out.")
+    return [*layers, toys[0]] if toy else layers
+
+
+def _mapping(values, where: str, sections: dict[str, type]) -> dict:
     if not isinstance(values, dict):
-        raise ValueError(f"{name}: {values!r} must be a mapping with {', '.join(sections)}.")
-    values = dict(values)
-    parent, small = values.pop("extends", None), values.pop("toy", None)
+        raise ValueError(f"{where}: {values!r} must be a mapping with {', '.join(sections)}.")
+    return values
+
+
+def _check_sections(values: dict, where: str, sections: dict[str, type]) -> None:
     for key in values:
         if key not in sections:
-            raise ValueError(f"{name}: there is no section {key!r}{hint(key, sections)}")
-    beneath = path_of_parent(name, parent)
-    layers = [values] if parent is None else [*recipe_layers(beneath, sections), values]
-    if toy:
-        if small is None and parent is not None:
-            return [*recipe_layers(beneath, sections, toy=True), values, _small(beneath)]
-        if small is None:
-            raise ValueError(f"{name} has no toy section: leave --toy out.")
-        layers.append(small)
-    return layers
+            raise ValueError(f"{where}: there is no section {key!r}{hint(key, sections)}")
 
 
-def _small(name: str) -> dict:
-    """The toy section of a recipe, its parents' where it has none."""
-    values = read_yaml(name)
-    return values.get("toy") or _small(path_of_parent(name, values["extends"]))
-
-
-def path_of_parent(name: str, parent: str | None) -> str | None:
+def path_of_parent(name: str, parent: str) -> str:
     """A recipe that another one extends: beside it, or bundled."""
-    if parent is not None and Path(name).is_file() and (Path(name).parent / parent).is_file():
-        return str(Path(name).parent / parent)
+    if Path(name).is_file():
+        for beside in (Path(name).parent / parent, Path(name).parent / f"{parent}.yaml"):
+            if beside.is_file() and not beside.samefile(name):  # one of its own name is the bundled one
+                return str(beside)
     return parent
 
 
@@ -280,8 +300,8 @@ def merged(layers: list[dict[str, dict]], where: dict[str, str]) -> dict[str, di
             if section == "model" and values.get("architecture") not in (None, "iso-depth"):
                 into.pop("size", None)
             for name, value in values.items():
-                if name in NESTED and isinstance(value, dict):
-                    value = {**into.get(name, {}), **value}
+                if name in NESTED and isinstance(value, dict) and isinstance(into.get(name), dict):
+                    value = {**into[name], **value}
                 into[name] = value
     return result
 
