@@ -63,7 +63,9 @@ def main(output_dir: str, quick: bool = False) -> None:
             options = [*options, *(["--toy"] if quick else [])]
             print(f"\n{name}: looped {script} {' '.join(options)}", flush=True)
             command = [sys.executable, "-m", f"modeling_looped.recipes.{script}", *options]
-            subprocess.run([*command, "--output_dir", str(output / name), "--resume", "auto"], check=True)
+            status = subprocess.run([*command, "--output_dir", str(output / name), "--resume", "auto"]).returncode
+            if not result.exists():  # it was stopped, or says above what is wrong
+                sys.exit(f"{name} ended with status {status} and is not finished: the same command goes on.")
     rows = measure(output, size)
     with (output / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
