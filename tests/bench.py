@@ -249,7 +249,7 @@ def recipe_loop(model: PreTrainedModel, rows: RandomRows, batch: int, steps: int
 
 
 def training(arguments: argparse.Namespace) -> None:
-    """Tokens per second of the median step; the first two of a run warm up."""
+    """Of the median step of each round; the first two steps of a run warm up."""
     dtype, steps, batch = fastest_dtype(), 6, arguments.batch
     config = LoopedGPTConfig.iso_depth(4, 4, vocab_size=VOCAB, max_position_embeddings=512)
     rows = RandomRows(512)
@@ -266,15 +266,17 @@ def training(arguments: argparse.Namespace) -> None:
     }
     if arguments.compile:
         kinds["recipes.pretrain, regional compile"] = lambda: recipe_loop(model(), rows, batch, steps, True, False)
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(max(1, arguments.rounds // 3)):
-        for kind, measure in kinds.items():
-            seconds[kind] += measure()[2:]
+    rounds = []
+    for _ in range(arguments.rounds):
+        rounds.append({kind: statistics.median(measure()[2:]) for kind, measure in kinds.items()})
     print(f"Training LoopedGPT {config.plan()}, width 256, rows of 512 tokens, {batch} a step, {dtype}, AdamW")
-    bare = statistics.median(seconds["bare loop"])
-    for kind, measured in seconds.items():
-        median = statistics.median(measured)
-        print(f"{kind:<44}  {batch * 512 / median:8.0f} tokens/s   {bare / median:5.3f} of the bare loop")
+    for kind in kinds:
+        median = statistics.median(one[kind] for one in rounds)
+        speeds = [one["bare loop"] / one[kind] for one in rounds]
+        print(
+            f"{kind:<44}  {batch * 512 / median:8.0f} tokens/s   {statistics.median(speeds):5.3f} of the bare loop "
+            f"({min(speeds):.3f} to {max(speeds):.3f})"
+        )
 
 
 def main() -> None:
