@@ -191,9 +191,8 @@ def grow_sharded(
     Returns:
         What `shard` returned.
     """
-    whole_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    whole = whole_class(copy.deepcopy(model.config))
-    whole.load_state_dict({name: _gathered(value) for name, value in model.state_dict().items()})
+    whole = unsharded_class(model)(copy.deepcopy(model.config))
+    whole.load_state_dict({name: gathered(value) for name, value in model.state_dict().items()})
     whole.train(model.training)
     whole.generation_config = copy.deepcopy(model.generation_config)
     if getattr(model, "is_activation_checkpointing", False):
@@ -206,7 +205,7 @@ def grow_sharded(
         for group in optimizer.param_groups:
             group["params"] = [of_sharded[parameter] for parameter in group["params"]]
         state = {
-            of_sharded[parameter]: {name: _gathered(value) for name, value in values.items()}
+            of_sharded[parameter]: {name: gathered(value) for name, value in values.items()}
             for parameter, values in optimizer.state.items()
         }
         optimizer.state.clear()
@@ -221,15 +220,22 @@ def grow_sharded(
     for optimizer, state in zip(_raw(prepared_optimizers), states, strict=True):
         for name, values in state.items():
             parameter = sharded[name]
-            optimizer.state[parameter] = {key: _sharded_like(parameter, value) for key, value in values.items()}
+            optimizer.state[parameter] = {key: sharded_state(parameter, value) for key, value in values.items()}
     return prepared, prepared_optimizers
 
 
-def _gathered(value):
+def unsharded_class(model: nn.Module) -> type:
+    """The class of a model before `fully_shard`, which makes it one of torch's own module."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def gathered(value):
+    """The whole tensor on every rank; anything else as it is. A collective call where it is sharded."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _sharded_like(parameter: torch.Tensor, value):
+def sharded_state(parameter: torch.Tensor, value):
+    """An optimizer's state for `parameter`, spread over the ranks as it is where it has its shape."""
     if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
     return value

@@ -7,7 +7,7 @@ import copy
 
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from .configuration_looped import require_int
 from .decoder_stack import DecoderStack, decoder_stack, renumber
@@ -68,10 +68,14 @@ def add_recurrence(model: PreTrainedModel, start: int, stop: int) -> PreTrainedM
     if not hasattr(config, "depth_plan"):
         loop(model, start, stop, 1)
         return model
-    plan = config.base_plan().repeat(start, stop, 1)
-    config.depth_plan = str(plan)
-    config.trained_recurrences = max(config.trained_recurrences, config.num_recurrences)
+    retrofit(config, start, stop)
     return model
+
+
+def retrofit(config: PreTrainedConfig, start: int, stop: int) -> None:
+    """What `add_recurrence` does to the configuration of a GrownLlama, in place."""
+    config.depth_plan = str(config.base_plan().repeat(start, stop, 1))
+    config.trained_recurrences = max(config.trained_recurrences, config.num_recurrences)
 
 
 def unroll(model: PreTrainedModel, num_recurrences: int | None = None) -> PreTrainedModel:

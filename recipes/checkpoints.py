@@ -12,7 +12,7 @@ STATE, PROGRESS = "optimizers.pt", "progress.json"  # what a checkpoint has besi
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """The checkpoint directory of the latest step under `output_dir`, if any."""
-    return max(_checkpoints(Path(output_dir)), key=_step, default=None)
+    return max(all_checkpoints(Path(output_dir)), key=_step, default=None)
 
 
 def read_progress(checkpoint: Path) -> dict:
@@ -42,7 +42,7 @@ def write_checkpoint(output_dir: Path, step: int, write: Callable[[Path], None],
             raise OSError(f"{reason}; {intact(output_dir)}.") from error
         os.rename(aside, final)
         _synchronise(output_dir)
-    by_age = sorted(_checkpoints(output_dir), key=_step, reverse=True)
+    by_age = sorted(all_checkpoints(output_dir), key=_step, reverse=True)
     for older in by_age[keep_last:]:
         if _step(older) not in keep:
             doomed = older.with_name(f".deleting-{older.name}")  # a half-deleted checkpoint must not look like one
@@ -64,7 +64,8 @@ def _reason(error: BaseException) -> BaseException:
     return error
 
 
-def _checkpoints(output_dir: Path) -> list[Path]:
+def all_checkpoints(output_dir: Path) -> list[Path]:
+    """Whole ones, in any order."""
     return [path for path in output_dir.glob("step-*") if path.name[5:].isdigit() and (path / PROGRESS).is_file()]
 
 

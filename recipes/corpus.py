@@ -49,18 +49,40 @@ def read_texts(source: str, named: str = "--data", column: str = "text") -> Iter
         raise ValueError(f"{named} {source!r} holds no text: use another one, or more of it.")
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, str]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
+    """`(line number, record)` of each line that is not blank."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                yield number, json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg}).") from None
-            if not isinstance(record, dict) or not isinstance(record.get(column), str):
-                raise ValueError(f"{path}, line {number}: no field {column!r} with a string.")
-            yield str(record.get("id", number)), record[column]
+
+
+def open_dataset(named: str, *arguments, **options):
+    """`datasets.load_dataset(*arguments, **options)`; what fails is said in a sentence that calls the data `named`."""
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(*arguments, **options)
+    except Exception as error:  # every loader fails in its own way
+        raise ValueError(
+            f"{named} is neither a file nor a data set that can be loaded: {first_line(error)}"
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    """What it was, of errors that go on for pages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, str]]:
+    for number, record in read_json_lines(path):
+        if not isinstance(record, dict) or not isinstance(record.get(column), str):
+            raise ValueError(f"{path}, line {number}: no field {column!r} with a string.")
+        yield str(record.get("id", number)), record[column]
 
 
 def _read_plain(path: Path) -> Iterator[tuple[str, str]]:
@@ -74,14 +96,8 @@ def _read_plain(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read_dataset(source: str) -> Iterator[tuple[str, str]]:
-    from datasets import load_dataset
-
     name, _, config = source.partition(":")
-    try:
-        rows = load_dataset(name, config or None, split="train")
-    except Exception as error:  # every loader fails in its own way; the first line says what it was
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"--data {source!r} is neither a file nor a data set that can be loaded: {reason}") from None
+    rows = open_dataset(f"--data {source!r}", name, config or None, split="train")
     if "text" not in rows.column_names:
         raise ValueError(f"--data {source!r} has no column 'text' (it has {', '.join(rows.column_names)}).")
     for number, text in enumerate(rows["text"]):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .corpus import read_texts, split_by_name, standard_library
+from .corpus import first_line, open_dataset, read_texts, split_by_name, standard_library
 from .packing import PACKERS, StreamPacker
 from .recipe import checked
 from .synthetic import arithmetic_texts, variable_assignment
@@ -118,12 +118,10 @@ def load_data(recipe: DataRecipe, vocab_size: int, sequence_length: int, folder:
     length = recipe.sequence_length or sequence_length
     folder = Path(recipe.packed_dir or folder)
     check_texts(recipe)
-    new = []  # what is written when nothing can go wrong any more
-    tokenizer = open_tokenizer(recipe, vocab_size, folder, tokenizer_from, new.append)
+    tokenizer = open_tokenizer(recipe, vocab_size, folder, tokenizer_from)
     marks = _marks(recipe, tokenizer)
     sources = {name: _open(name, source, recipe, tokenizer, length, folder) for name, source in recipe.sources.items()}
-    for write in new:
-        write()
+    keep_tokenizer(recipe, tokenizer, vocab_size, folder)  # nothing is written before this line
     for name, source in recipe.sources.items():
         if sources[name] is None:
             packed = folder / packed_name(name, source, recipe.packing, tokenizer, length)
@@ -149,24 +147,20 @@ def check_texts(recipe: DataRecipe) -> None:
                 raise ValueError(f"{where}: path {source.path!r} holds no text after skip={source.skip}: lower it.")
 
 
-def open_tokenizer(recipe: DataRecipe, vocab_size: int, folder: Path, tokenizer_from: str | None = None, later=None):
-    """
-    The recipe's tokenizer, or a new one that is kept in `folder`: at once, or when what `later` is given is called.
-    """
+def open_tokenizer(recipe: DataRecipe, vocab_size: int, folder: Path, tokenizer_from: str | None = None):
+    """The recipe's tokenizer, or a new one, which is not in `folder` before `keep_tokenizer` puts it there."""
     name = recipe.tokenizer or tokenizer_from
     if name is None:
         raise ValueError("tokenizer is missing: name a folder or Hub name, or 'train' for a new one.")
     if name == "train":
-        digest = _digest([_identity(source) for source in recipe.sources.values()], vocab_size)
-        kept = folder / f"tokenizer-{digest}"
-        if not kept.is_dir():
+        kept = _tokenizer_folder(recipe, vocab_size, folder)
+        if kept.is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(kept)
+        else:
             texts = [text for source in recipe.sources.values() for text in _first_texts(source)]
             with TemporaryDirectory() as aside:
                 train_tokenizer(texts, vocab_size).save_pretrained(aside)
                 tokenizer = AutoTokenizer.from_pretrained(aside)
-            (later or (lambda write: write()))(partial(_keep, tokenizer, kept))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(kept)
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -184,10 +178,17 @@ def open_tokenizer(recipe: DataRecipe, vocab_size: int, folder: Path, tokenizer_
     return tokenizer
 
 
-def _keep(tokenizer, kept: Path) -> None:
-    aside = kept.with_name(f".writing-{os.getpid()}-{kept.name}")
-    tokenizer.save_pretrained(aside)
-    _rename(aside, kept)
+def keep_tokenizer(recipe: DataRecipe, tokenizer, vocab_size: int, folder: Path) -> None:
+    """Puts a new tokenizer where runs to come find it."""
+    kept = _tokenizer_folder(recipe, vocab_size, folder)
+    if recipe.tokenizer == "train" and not kept.is_dir():
+        aside = kept.with_name(f".writing-{os.getpid()}-{kept.name}")
+        tokenizer.save_pretrained(aside)
+        _rename(aside, kept)
+
+
+def _tokenizer_folder(recipe: DataRecipe, vocab_size: int, folder: Path) -> Path:
+    return folder / f"tokenizer-{_digest([_identity(source) for source in recipe.sources.values()], vocab_size)}"
 
 
 def _first_texts(source: Source) -> Iterator[str]:
@@ -212,7 +213,7 @@ def _documents(source: Source) -> Iterator:
     ):
         documents = (text for _, text in read_texts(source.path, "path", source.column))
     else:
-        documents = (record[source.column] for record in _dataset(source, streaming=True))
+        documents = (record[source.column] for record in _stream(source))
     for number, document in enumerate(documents):
         if number < source.skip:
             continue
@@ -221,11 +222,13 @@ def _documents(source: Source) -> Iterator:
         yield document
 
 
+@cache  # as below: a run looks at its sources several times
 def _python_library(split: str) -> list[str]:
     train, validation = split_by_name(standard_library())
     return _split(split, train, _apart(train, validation))
 
 
+@cache
 def _arithmetic(split: str) -> list[str]:
     train = arithmetic_texts(20_000, 0)
     return _split(split, train, _apart(train, arithmetic_texts(500, 1)))
@@ -254,19 +257,14 @@ BUILT_IN = {
 }
 
 
-def _dataset(source: Source, streaming: bool):
-    import datasets
-
+def _stream(source: Source):
     path = Path(source.path)
     files = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
-    try:
-        if path.suffix in files:
-            rows = datasets.load_dataset(files[path.suffix], data_files=str(path), split="train", streaming=streaming)
-        else:
-            rows = datasets.load_dataset(source.path, source.name, split=source.split, streaming=streaming)
-    except Exception as error:  # every loader fails in its own way; the first line says what it was
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{source.path!r} is neither a file nor a data set that can be loaded: {reason}") from None
+    if path.suffix in files:
+        what, options = (files[path.suffix],), {"data_files": str(path), "split": "train"}
+    else:
+        what, options = (source.path, source.name), {"split": source.split}
+    rows = open_dataset(repr(source.path), *what, **options, streaming=True)
     columns = rows.column_names
     if columns is not None and source.column not in columns:
         raise ValueError(f"{source.path!r} has no column {source.column!r} (it has {', '.join(columns)}).")
@@ -345,10 +343,8 @@ def _digest(*values) -> str:
 def pack(source: Source, packing: str, tokenizer, length: int, output: Path) -> None:
     """
     Writes the rows of `source`, `length` + 1 tokens each (every one but the first is predicted), as a data set of
-    `datasets` in `output`. Written aside and renamed: a folder under its own name is whole.
-
-    Raises:
-        `ValueError`: where the documents do not fill a row.
+    `datasets` in `output`. Written aside and renamed: a folder under its own name is whole. Whether the documents fill
+    a row is for `check_fills_a_row` to say, before.
     """
     import datasets
 
@@ -371,7 +367,6 @@ def pack(source: Source, packing: str, tokenizer, length: int, output: Path) -> 
         for row in PACKERS[packing](length + 1).rows(documents()):
             yield {"input_ids": np.asarray(row, dtype=kind)}
 
-    check_fills_a_row(source, packing, tokenizer, length)
     bars = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -507,7 +502,7 @@ class StreamedSource:
         return documents
 
     def _opened(self):
-        dataset = _dataset(self.source, streaming=True)
+        dataset = _stream(self.source)
         dataset = dataset.skip(self.source.skip) if self.source.skip else dataset
         return dataset if self.source.take is None else dataset.take(self.source.take)
 
@@ -534,7 +529,7 @@ class StreamedSource:
             try:
                 record = next(records, None)
             except Exception as error:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 raise ValueError(f"{self.source.path!r} cannot be read on while it is streamed: {reason}") from None
             if record is None:
                 return
@@ -654,6 +649,14 @@ def document_positions(rows: torch.Tensor, mark: int, offset: int) -> torch.Tens
     begins = torch.zeros_like(rows, dtype=torch.bool)
     begins[:, offset:] = rows[:, : rows.shape[1] - offset] == mark
     return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def summed_nats(model, windows: torch.Tensor) -> torch.Tensor:
+    """Of all tokens but the first of each window; (windows, length + 1), filled up with -100."""
+    logits = model(windows[:, :-1].clamp(min=0), use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), windows[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from modeling_looped.looping import loop
 
 from .checkpoints import newest_checkpoint
-from .data import HeldOut, Source
+from .data import HeldOut, Source, summed_nats
 from .sft import choice_accuracy
 from .synthetic import variable_assignment
 
@@ -120,13 +120,7 @@ def measure(output: Path, size: Size) -> list[dict]:
 @torch.no_grad()
 def mean_loss(model, held_out: HeldOut) -> float:
     """Nats per token of all windows."""
-    nats = 0.0
-    for rows in held_out.windows.split(8):
-        logits = model(rows[:, :-1].clamp(min=0), use_cache=False).logits
-        nats += torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), rows[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-        ).item()
-    return nats / held_out.tokens
+    return sum(summed_nats(model, rows).item() for rows in held_out.windows.split(8)) / held_out.tokens
 
 
 def table(rows: list[dict]) -> str:

@@ -90,7 +90,7 @@ class Run:
     @property
     def training_flops(self) -> int:
         """In the paper's convention (section 4.3 of its specification), stage by stage where the stack grows."""
-        budgets = [] if self.recipe.growth_operator is None else self.recipe.growth_budgets(self.config.num_hidden_layers)
+        budgets = self.recipe.growth_budgets(self.config.num_hidden_layers)
         per_step = self.recipe.batch_size * self.config.max_position_embeddings
         return grown_training_flops(
             self.config, budgets, self.recipe.growth_block_size, self.recipe.total_steps, per_step

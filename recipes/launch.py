@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from modeling_looped import GrownLlamaConfig, GrownLlamaForCausalLM
 from modeling_looped.accounting import grown_training_flops, parameter_counts
 from modeling_looped.growth import shrink
-from modeling_looped.looping import add_recurrence
+from modeling_looped.looping import add_recurrence, retrofit
 
 from . import checkpoints
 from .data import DataRecipe, Source, content_digest, load_data, tokenizer_digest
@@ -31,10 +31,9 @@ from .pretrain import (
     rows_per_rank,
     steps_done,
 )
-from .recipe import ModelSource, ParsedRecipe, as_yaml, parse_recipe
+from .recipe import FAMILIES, ModelSource, ParsedRecipe, as_yaml, parse_recipe
 
 
-FAMILIES = ("looped_gpt", "recurrent_gpt", "mixture_of_recursions", "grown_llama")
 RECIPE = "recipe.yaml"
 # All that a run leaves in its folder, which --overwrite may delete. Packed data stays: it says itself what it is of.
 LEFT_BY_RUNS = ("step-*", ".writing-*", ".deleting-*", "metrics.jsonl", RECIPE, "modeling-looped", "trackio", "wandb")
@@ -191,13 +190,15 @@ def trained_config(config: PreTrainedConfig, recipe: PretrainRecipe) -> PreTrain
     """The configuration that `recipe` trains, with its retrofitted recurrence where it has one."""
     if recipe.retrofit_layers is None or not hasattr(config, "depth_plan"):
         return config
-    return _with_plan(config, str(config.base_plan().repeat(*recipe.retrofit_layers, 1)))
-
-
-def _with_plan(config: PreTrainedConfig, plan: str) -> PreTrainedConfig:
     config = copy.deepcopy(config)
-    config.depth_plan = plan
-    config.trained_recurrences = max(config.trained_recurrences, config.num_recurrences)
+    retrofit(config, *recipe.retrofit_layers)
+    return config
+
+
+def _of_depth(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """The same with a dense stack of `num_layers`."""
+    config = copy.deepcopy(config)
+    config.depth_plan = f"{num_layers}x1"
     return config
 
 
@@ -262,8 +263,8 @@ def run_figures(config: PreTrainedConfig, recipe: PretrainRecipe, length: int) -
     counts, per_step = parameter_counts(config), recipe.batch_size * length
     tokens = recipe.total_steps * per_step
     block = recipe.growth_block_size
-    budgets = recipe.growth_budgets(config.num_hidden_layers) if recipe.growth_operator is not None else []
-    stages = [(steps, _with_plan(config, f"{stage * block}x1")) for stage, steps in enumerate(budgets, 1)]
+    budgets = recipe.growth_budgets(config.num_hidden_layers)
+    stages = [(steps, _of_depth(config, stage * block)) for stage, steps in enumerate(budgets, 1)]
     stages.append((recipe.total_steps - sum(budgets), config))
     flops = per_step * sum(steps * mean_training_flops(recipe, one, length) for steps, one in stages)
     figures = {

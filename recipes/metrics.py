@@ -51,11 +51,6 @@ class Speed:
             "mfu": round(rate / self.peak, 4),
         }
 
-    def figures(self) -> dict[str, str]:
-        seconds = self._seconds + time.perf_counter() - self._since
-        mfu = self.flops / max(seconds, 1e-9) / self.peak
-        return {"tokens_per_s": f"{self.tokens / max(seconds, 1e-9):,.0f}", "mfu": f"{mfu:.0%}"}
-
 
 class Metrics:
     """

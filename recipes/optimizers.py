@@ -7,7 +7,9 @@ import time
 import torch
 from transformers import PreTrainedModel
 
-from .sharding import sharded_like, whole
+from modeling_looped.growth import gathered
+
+from .sharding import sharded_like
 
 
 @functools.cache
@@ -35,22 +37,27 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         dtype = fastest_dtype()
         for group in self.param_groups:
             params, grads, buffers = [], [], []
             self._init_group(group, params, grads, buffers)
             for param, grad, buffer in zip(params, grads, buffers):
                 buffer.lerp_(grad, 1 - group["momentum"])
-                update = whole(grad.lerp(buffer, group["momentum"])).to(dtype)
+                update = gathered(grad.lerp(buffer, group["momentum"])).to(dtype)
                 rate = group["lr"] * 0.2 * math.sqrt(max(param.shape))
                 orthogonal = _orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 param.mul_(1 - group["lr"] * group["weight_decay"])
                 param.add_(sharded_like(orthogonal.to(param.dtype), param), alpha=-rate)
         return loss
+
+
+def _evaluated(closure):
+    """What torch's optimizers do with the argument of `step`."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _orthogonalise(update: torch.Tensor, coefficients, steps: int, eps: float) -> torch.Tensor:
@@ -99,10 +106,7 @@ class MuonH(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             alike: dict[tuple, list[torch.Tensor]] = {}
             for parameter in group["params"]:
@@ -118,14 +122,14 @@ class MuonH(torch.optim.Optimizer):
             state = self.state[matrix]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
-                state["radius"] = whole(matrix).norm()
+                state["radius"] = gathered(matrix).norm()
             state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
-            updates.append(whole(matrix.grad.lerp(state["momentum_buffer"], momentum)))
+            updates.append(gathered(matrix.grad.lerp(state["momentum_buffer"], momentum)))
             radii.append(state["radius"])
         radius = torch.stack(radii).view(-1, 1, 1)
         directions = polar_express(torch.stack(updates).to(fastest_dtype())).to(matrices[0].dtype)
         directions *= radius / _norms(directions).clamp(min=1e-30)
-        moved = torch.stack([whole(matrix) for matrix in matrices]).sub_(directions, alpha=lr)
+        moved = torch.stack([gathered(matrix) for matrix in matrices]).sub_(directions, alpha=lr)
         moved *= radius / _norms(moved).clamp(min=1e-30)
         for matrix, new in zip(matrices, moved, strict=True):
             matrix.copy_(sharded_like(new, matrix))

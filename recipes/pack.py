@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from .data import DataRecipe, HeldOut, open_tokenizer, pack, packed_name
+from .data import DataRecipe, HeldOut, check_fills_a_row, keep_tokenizer, open_tokenizer, pack, packed_name
 from .launch import STAGES, model_config
 from .pretrain import RunOptions
 from .recipe import ModelSource, parse_recipe
@@ -32,11 +32,13 @@ def _pack(parsed) -> None:
         return
     folder = Path(parsed.output_dir)
     tokenizer = open_tokenizer(data, config.vocab_size, folder, source.checkpoint)
+    keep_tokenizer(data, tokenizer, config.vocab_size, folder)
     for name, one in data.sources.items():
         output = folder / packed_name(name, one, data.packing, tokenizer, length)
         if output.is_dir() and parsed.overwrite:
             shutil.rmtree(output)
         if not output.is_dir():
+            check_fills_a_row(one, data.packing, tokenizer, length)
             pack(one, data.packing, tokenizer, length, output)
         print(f"{name}: {output}", flush=True)
     if data.validation is not None:

@@ -28,10 +28,11 @@ from modeling_looped.keyed_noise import NoiseKey, set_noise_key
 from modeling_looped.looping import add_recurrence
 
 from . import checkpoints
-from .checkpoints import newest_checkpoint, read_progress, write_checkpoint
+from .checkpoints import all_checkpoints, newest_checkpoint, read_progress, write_checkpoint
+from .data import summed_nats
 from .metrics import Metrics, Speed
 from .optimizers import fastest_dtype, make_adamw, make_optimizers
-from .sharding import shard, unsharded_class, wants_sharding, whole_state
+from .sharding import as_unsharded, shard, wants_sharding, whole_state
 from .transfer import learning_rates
 
 
@@ -202,7 +203,12 @@ class PretrainRecipe:
         return self.total_steps - (self.decay_steps or max(1, round(0.15 * self.total_steps)))
 
     def growth_budgets(self, num_layers: int) -> list[int]:
-        """Steps of each stage on the way to `num_layers`; growth ends with the plateau, or where there is none, the run."""
+        """
+        Steps of each stage on the way to `num_layers`, none without growth. It ends with the plateau, or where there is
+        none, the run.
+        """
+        if self.growth_operator is None:
+            return []
         stages, rest = divmod(num_layers, self.growth_block_size)
         if rest or stages < 1:
             raise ValueError(
@@ -214,7 +220,7 @@ class PretrainRecipe:
 
     def growth_steps(self, config: PreTrainedConfig) -> list[int]:
         """After how many finished steps the stack grows, on its way to the depth of `config`."""
-        return [] if self.growth_operator is None else growth_steps(self.growth_budgets(config.num_hidden_layers))
+        return growth_steps(self.growth_budgets(config.num_hidden_layers))
 
     def depth_sampler(self, config: PreTrainedConfig) -> DepthSampler:
         """Draws up to the configuration's `trained_recurrences`; `fixed` is its `num_recurrences`."""
@@ -408,8 +414,10 @@ def pretrain(
             losses.append(loss)
             done = step + 1
             tokens = done * recipe.batch_size * rows.length
-            bar.set_postfix(loss=f"{recent_mean(losses):.3f}", r=depth, **speed.figures(), refresh=False)
-            metrics.add(done, loss=loss, learning_rate=multiplier, num_recurrences=depth, tokens=tokens, **speed.numbers())
+            numbers = speed.numbers()
+            metrics.add(done, loss=loss, learning_rate=multiplier, num_recurrences=depth, tokens=tokens, **numbers)
+            shown = {"tokens_per_s": f"{numbers['tokens_per_second']:,.0f}", "mfu": f"{numbers['mfu']:.0%}"}
+            bar.set_postfix(loss=f"{recent_mean(losses):.3f}", r=depth, **shown, refresh=False)
             late = limit_seconds is not None and time.perf_counter() - began > limit_seconds
             stopping = _any_rank(accelerator, stop.received or late)
             saving = done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping
@@ -441,8 +449,8 @@ def pretrain(
     return PretrainResult(True, recipe.total_steps, losses, speed.tokens_per_second, validation)
 
 
-def rows_per_rank(recipe: PretrainRecipe, world: int) -> int:
-    """Rows of one forward."""
+def rows_per_rank(recipe, world: int) -> int:
+    """Rows of one forward, of any recipe with a batch size and micro-steps."""
     per_rank, rest = divmod(recipe.batch_size, world * recipe.micro_steps)
     if rest or per_rank < 1:
         raise ValueError(
@@ -457,6 +465,17 @@ def process_state() -> PartialState:
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
+def check_ranks(seen: int) -> int:
+    """The number of processes, which the launcher and Accelerate have to agree on."""
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != seen:
+        raise ValueError(
+            f"The launcher started {started} processes and Accelerate sees {seen}: on CPUs, set ACCELERATE_USE_CPU=true "
+            "before the launcher."
+        )
+    return seen
+
+
 def check_launcher() -> int:
     """
     How many processes train together.
@@ -469,12 +488,7 @@ def check_launcher() -> int:
             "Pretraining and cooldowns do not run under DeepSpeed, whose engine takes one optimizer and keeps it to "
             "itself: launch with recipes/accelerate/fsdp2.yaml. SFT does run with deepspeed_zero2.yaml."
         )
-    sharded, world, seen = wants_sharding(), int(os.environ.get("WORLD_SIZE", 1)), process_state().num_processes
-    if world != seen:
-        raise ValueError(
-            f"The launcher started {world} processes and Accelerate sees {seen}: on CPUs, set ACCELERATE_USE_CPU=true "
-            "before the launcher."
-        )
+    sharded, world = wants_sharding(), check_ranks(process_state().num_processes)
     if sharded and world == 1:
         raise ValueError("FSDP needs more than one process: launch with --num_processes, or another configuration.")
     return world
@@ -538,10 +552,7 @@ def evaluate(model, held_out, accelerator: Accelerator, batch_size: int) -> floa
         mine = number * world + rank
         rows = windows[min(mine, batches - 1) * batch_size :][:batch_size].to(accelerator.device)
         with accelerator.autocast():
-            logits = model(rows[:, :-1].clamp(min=0), use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), rows[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-        )
+            loss = summed_nats(model, rows)
         nats += loss if mine < batches else 0
     model.train(training)
     return accelerator.reduce(nats, "sum").item() / held_out.tokens
@@ -613,7 +624,7 @@ def _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, 
         model = accelerator.unwrap_model(wrapped)
 
         def write(folder: Path) -> None:
-            with unsharded_class(model):
+            with as_unsharded(model):
                 model.save_pretrained(folder, state_dict=weights)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
@@ -622,7 +633,7 @@ def _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, 
                 torch.save({"optimizers": states, "rows": data}, file)
             (folder / checkpoints.PROGRESS).write_text(json.dumps(state, indent=2) + "\n")
             if decorate is not None:
-                with unsharded_class(model):
+                with as_unsharded(model):
                     decorate(folder, model, state)
 
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -632,7 +643,7 @@ def _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, 
 
 def _best(output_dir: Path) -> tuple[float, int | None]:
     """The lowest held-out loss among the checkpoints, and its step."""
-    found = [read_progress(path) for path in output_dir.glob("step-*") if (path / checkpoints.PROGRESS).is_file()]
+    found = map(read_progress, all_checkpoints(output_dir))
     measured = [(one["validation_nats"], one["step"]) for one in found if one.get("validation_nats") is not None]
     return min(measured, default=(math.inf, None))
 

@@ -17,6 +17,7 @@ from modeling_looped import LoopedGPTConfig
 
 
 BUDGETS = ("total_steps", "budget_tokens", "budget_flops")  # a layer of settings that has one replaces all below it
+FAMILIES = ("looped_gpt", "recurrent_gpt", "mixture_of_recursions", "grown_llama")
 NESTED = ("fields",)  # mappings that a higher layer adds to instead of replacing them
 
 
@@ -143,7 +144,7 @@ class ModelSource:
         if self.architecture is not None:
             if (bundled / name / "config.json").is_file():
                 return AutoConfig.from_pretrained(bundled / name)
-            if name in ("looped_gpt", "recurrent_gpt", "mixture_of_recursions", "grown_llama"):
+            if name in FAMILIES:
                 return AutoConfig.for_model(name)
         ready = sorted(path.parent.name for path in bundled.glob("*/config.json"))
         near = get_close_matches(name, ready, 1, 0.85) if self.checkpoint is None and not Path(name).exists() else []

@@ -41,8 +41,9 @@ from modeling_looped.decoder_stack import decoder_stack
 from modeling_looped.depth_sampling import DepthSampler, DepthSamplingCallback
 from modeling_looped.looping import apply_loops, load, unroll
 
+from .corpus import open_dataset, read_json_lines
 from .optimizers import fastest_dtype
-from .pretrain import process_state
+from .pretrain import check_ranks, process_state, rows_per_rank
 from .recipe import hint, parse_recipe
 from .study import versions
 from .synthetic import FORMS, ChoiceItem, variable_assignment
@@ -302,18 +303,7 @@ class SftTraining:
             **self.arguments,
         }
         made = SFTConfig(**arguments)
-        launched = int(os.environ.get("WORLD_SIZE", 1))
-        if launched != made.world_size:
-            raise ValueError(
-                f"The launcher started {launched} processes and Accelerate sees {made.world_size}: on CPUs, set "
-                "ACCELERATE_USE_CPU=true before the launcher."
-            )
-        each, rest = divmod(self.batch_size, made.world_size * self.micro_steps)
-        if rest or each < 1:
-            raise ValueError(
-                f"batch_size={self.batch_size} does not split over {made.world_size} processes and {self.micro_steps} "
-                "micro-steps: make it a multiple."
-            )
+        each = rows_per_rank(self, check_ranks(made.world_size))
         made.per_device_train_batch_size = made.per_device_eval_batch_size = each
         return made
 
@@ -611,7 +601,7 @@ def read_examples(source: str, seed: int | None = None) -> Iterator[list[dict]]:
     """
     path = Path(source)
     if path.is_file():
-        records = _read_jsonl(path)
+        records = [(f"{path}, line {number}", record) for number, record in read_json_lines(path)]
     elif path.exists() or path.suffix in (".jsonl", ".json") or source.startswith((".", os.sep)):
         raise ValueError(f"dataset={source!r} is not a file: name a .jsonl file, a Hub data set, or {BUILT_IN}.")
     else:
@@ -631,27 +621,9 @@ def read_examples(source: str, seed: int | None = None) -> Iterator[list[dict]]:
         raise ValueError(f"dataset={source!r} holds no example.")
 
 
-def _read_jsonl(path: Path) -> list[tuple[str, dict]]:
-    records = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    records.append((f"{path}, line {number}", json.loads(line)))
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number}: not JSON ({error.msg}).") from None
-    return records
-
-
 def _load_dataset(source: str):
-    from datasets import load_dataset
-
     name, _, config = source.partition(":")
-    try:
-        return load_dataset(name, config or None, split="train")
-    except Exception as error:  # every loader fails in its own way; the first line says what it was
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"dataset={source!r} is neither a file nor a data set that can be loaded: {reason}") from None
+    return open_dataset(f"dataset={source!r}", name, config or None, split="train")
 
 
 def _examples_of(record, where: str) -> list[dict]:

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from modeling_looped.decoder_stack import decoder_stack
+from modeling_looped.growth import gathered, sharded_state, unsharded_class
 
 
 def wants_sharding() -> bool:
@@ -57,33 +58,22 @@ def shard(model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]):
         optimizer.state.clear()
         for name, values in state.items():
             like = parameters[name]
-            optimizer.state[like] = {key: _as_sharded(value, like) for key, value in values.items()}
+            optimizer.state[like] = {key: sharded_state(like, value) for key, value in values.items()}
     return model, optimizers
 
 
 @contextmanager
-def unsharded_class(model: PreTrainedModel):
+def as_unsharded(model: PreTrainedModel):
     """
     `fully_shard` gives a model a class of torch's module: save_pretrained would put that one's code beside the weights,
     and its name into configuration and card.
     """
     sharded = type(model)
-    model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    model.__class__ = unsharded_class(model)
     try:
         yield
     finally:
         model.__class__ = sharded
-
-
-def _as_sharded(value, like: torch.Tensor):
-    if isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape:
-        return distribute_tensor(value, like.device_mesh, like.placements)
-    return value
-
-
-def whole(value):
-    """The whole tensor on every rank; anything else as it is. A collective call where it is sharded."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def sharded_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -105,17 +95,17 @@ def whole_state(model: nn.Module, optimizers: list) -> tuple[dict | None, list[d
     if not sharded:
         return None, [optimizer.state_dict() for optimizer in optimizers] if first else None
 
-    def gathered(value):
-        value = whole(value)  # all ranks take part, and one keeps it
+    def kept(value):
+        value = gathered(value)  # all ranks take part, and one keeps it
         return value.cpu() if first and isinstance(value, torch.Tensor) else value if first else None
 
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    weights = {name: gathered(value) for name, value in model.state_dict().items() if name not in tied}
+    weights = {name: kept(value) for name, value in model.state_dict().items() if name not in tied}
     states = []
     for optimizer in optimizers:
         state = optimizer.state_dict()
         state["state"] = {
-            number: {name: gathered(value) for name, value in values.items()} for number, values in state["state"].items()
+            number: {name: kept(value) for name, value in values.items()} for number, values in state["state"].items()
         }
         states.append(state)
     return (weights, states) if first else (None, None)
