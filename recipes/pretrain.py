@@ -244,7 +244,7 @@ class RunOptions:
     tracker: str = field(default="tensorboard", metadata={"help": "tensorboard, trackio, wandb, or none."})
     keep_last: int = field(default=2, metadata={"help": "Newest checkpoints kept; the best one and a plateau's end are too."})
     evaluate_every_tokens: int | float | None = field(
-        default=None, metadata={"help": "Training tokens between held-out losses; they are also taken before checkpoints."}
+        default=None, metadata={"help": "Training tokens between held-out losses; they are also taken before checkpoints that are due."}
     )
     regional_compile: bool = field(default=False, metadata={"help": "torch.compile of each layer by itself."})
     limit_minutes: float | None = field(default=None, metadata={"help": "Save and stop then; --resume auto continues."})
@@ -304,7 +304,8 @@ def pretrain(
 
     Args:
         rows: `tokens.TokenRows` or `data.MixedRows`.
-        held_out: `data.HeldOut`, whose loss is taken before checkpoints and as `options` say.
+        held_out: `data.HeldOut`, whose loss is taken before checkpoints that are due, not those of a stop, and as `options`
+            say.
         options: By default no tracker, and only the newest checkpoint is kept.
         facts: What a checkpoint has to share with the run that continues it, besides the recipe.
         optimizers_from: A checkpoint of another run, with the same parameters, whose optimizers this run goes on with.
@@ -420,11 +421,13 @@ def pretrain(
             bar.set_postfix(loss=f"{recent_mean(losses):.3f}", r=depth, **shown, refresh=False)
             late = limit_seconds is not None and time.perf_counter() - began > limit_seconds
             stopping = _any_rank(accelerator, stop.received or late)
-            saving = done == recipe.total_steps or done % recipe.checkpoint_every == 0 or stopping
             plateau = recipe.decay == "trapezoid" and done == recipe.plateau_end
-            if (saving or plateau) and _any_rank(accelerator, not _all_finite(model)):  # of gradients without a number
+            due = done == recipe.total_steps or done % recipe.checkpoint_every == 0 or plateau
+            saving = due or stopping
+            if saving and _any_rank(accelerator, not _all_finite(model)):  # of gradients without a number
                 raise FloatingPointError(f"The weights after step {step} are not finite. {_advice(output_dir)}")
-            if held_out is not None and (saving or plateau or tokens >= next_evaluation):
+            validation = None  # of a checkpoint that a stop asks for: who stops a run may not be able to wait for one
+            if held_out is not None and (due or tokens >= next_evaluation):
                 next_evaluation = _next_multiple(tokens, options.evaluate_every_tokens)
                 validation = evaluate(wrapped, held_out, accelerator, per_rank)
                 speed.pause()
@@ -432,7 +435,7 @@ def pretrain(
                 metrics.add(done, validation_nats_per_token=validation, validation_bits_per_byte=bits)
                 if accelerator.is_main_process and progress:
                     bar.write(f"step {done:,}: held-out {validation:.4f} nats/token, {bits:.4f} bits/byte")
-            if saving or plateau:
+            if saving:
                 if recipe.backprop_curriculum_steps is not None:
                     model.config.backprop_recurrences = backprop
                 if validation is not None and validation < best[0]:
