@@ -23,7 +23,7 @@ import torch
 import yaml
 from conftest import TINY_MODELS, randomise
 from safetensors.torch import load_file
-from test_runs import content, environment, numbers, step_done, write_texts
+from test_runs import content, environment, numbers, step_done, write_library
 
 from modeling_looped.recipes import launch
 from modeling_looped.recipes.pretrain import PretrainRecipe, newest_checkpoint, rows_per_rank
@@ -90,9 +90,7 @@ COMMAND = ["-m", "modeling_looped.recipes.pretrain"]
 def folder(tmp_path_factory) -> Path:
     """Texts, tokenizer, a first checkpoint of each family and a recipe of each run, from which all commands start."""
     folder = tmp_path_factory.mktemp("ranks")
-    texts = write_texts(folder / "packed.jsonl", 60, 1)
-    write_texts(folder / "streamed.jsonl", 30, 2)
-    write_texts(folder / "validation.jsonl", 5, 3)
+    texts = write_library(folder)
     train_tokenizer(texts, 300).save_pretrained(folder / "tokenizer")
     for name, fields in {**FIELDS, "no_injection": {"trained_recurrences": 5, "injection": "none"}}.items():
         model = randomise(TINY_MODELS.get(name, TINY_MODELS["looped_gpt"])(vocab_size=300, **fields), std=0.1)

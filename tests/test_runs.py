@@ -90,13 +90,18 @@ def write_texts(path: Path, count: int, seed: int) -> list[str]:
     return texts
 
 
+def write_library(folder: Path) -> list[str]:
+    """The texts that the recipes of these tests name. Returns those to train on."""
+    write_texts(folder / "streamed.jsonl", 30, 2)
+    write_texts(folder / "validation.jsonl", 5, 3)
+    return write_texts(folder / "packed.jsonl", 60, 1)
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
     """A folder with the texts of all recipes here, from which the commands start, and tokenizers of two sizes."""
     folder = tmp_path_factory.mktemp("library")
-    texts = write_texts(folder / "packed.jsonl", 60, 1)
-    write_texts(folder / "streamed.jsonl", 30, 2)
-    write_texts(folder / "validation.jsonl", 5, 3)
+    texts = write_library(folder)
     for size in (300, 280):
         train_tokenizer(texts, size).save_pretrained(folder / f"tokenizer-{size}")
     for name, recipe in (("growing", GROWING), ("looped", LOOPED)):
