@@ -1,6 +1,5 @@
 """Held-out loss of a causal language model at several recurrence counts, in nats per token and bits per byte."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_looped.recipes.tokens import text_stream
+
+from .metrics import load_metric
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def held_out_loss(
             nats += loss.item()
             predicted += int((labels[:, 1:] != -100).sum())
             bar.update()
-        results.append(HeldOutLoss(count, nats / predicted, nats / math.log(2) / size, predicted, size))
+        per_token = load_metric("continuation_loss").compute(nats=[nats], tokens=[predicted])["continuation_loss"]
+        per_byte = load_metric("bits_per_byte").compute(nats=[nats], bytes=[size])["bits_per_byte"]
+        results.append(HeldOutLoss(count, per_token, per_byte, predicted, size))
     bar.close()
     model.train(training)
     return results

@@ -132,6 +132,10 @@ def launch(parsed: ParsedRecipe, stage: str):
 
     def decorate(folder: Path, model: PreTrainedModel, state: dict) -> None:
         (folder / RECIPE).write_text(text)
+        training = {"steps": state["step"], "tokens": state["step"] * figures["tokens_per_step"]}
+        if state["step"] == figures["steps"] or not figures["growth_steps"]:  # else what a step costs changes on the way
+            training["flops"] = figures["flops"] * state["step"] / figures["steps"]
+        (folder / "metrics.json").write_text(json.dumps({"training": training}, indent=2) + "\n")
         _write_card(folder, model, state, stage, recipe, data, length)
 
     process_state().wait_for_everyone()

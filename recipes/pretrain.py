@@ -544,6 +544,8 @@ def _compile_layers(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def evaluate(model, held_out, accelerator: Accelerator, batch_size: int) -> float:
     """Nats per token over all held-out windows, which the ranks share; at the configured number of recurrences."""
+    from modeling_looped.eval.metrics import load_metric  # here, since runs without held-out text do without `evaluate`
+
     training = model.training
     model.eval()
     nats = torch.zeros((), device=accelerator.device)
@@ -558,7 +560,8 @@ def evaluate(model, held_out, accelerator: Accelerator, batch_size: int) -> floa
             loss = summed_nats(model, rows)
         nats += loss if mine < batches else 0
     model.train(training)
-    return accelerator.reduce(nats, "sum").item() / held_out.tokens
+    nats = accelerator.reduce(nats, "sum").item()
+    return load_metric("continuation_loss").compute(nats=[nats], tokens=[held_out.tokens])["continuation_loss"]
 
 
 class _StopSignals:

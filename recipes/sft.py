@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -45,6 +44,7 @@ from .corpus import open_dataset, read_json_lines
 from .optimizers import fastest_dtype
 from .pretrain import check_ranks, process_state, rows_per_rank
 from .recipe import hint, parse_recipe
+from .scoring import Continuation, score_continuations
 from .study import versions
 from .synthetic import FORMS, ChoiceItem, variable_assignment
 
@@ -709,25 +709,21 @@ def choice_margins(
     return margins
 
 
-@torch.no_grad()
 def choice_scores(model, tokenizer, items, batch_size=16, shots=0, pool=(), num_recurrences=None) -> list[list[float]]:
     """The summed log-likelihood of each choice of each item, as `choice_accuracy` compares them."""
     if shots > len(pool):
         raise ValueError(f"shots={shots} must be at most the {len(pool)} items of pool.")
-    scores = [[0.0] * len(item.choices) for item in items]
-    # What to read off where: {row of tokens: [(item, choice, place, token)]}.
-    rows: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = defaultdict(list)
-    for number, item in enumerate(items):
+    continuations = []
+    for item in items:
         solved = [one.text for one in Random(f"shots {item.prompt}").sample(list(pool), shots)]
         prompt = "\n\n".join([*solved, item.prompt])
         alone = tokenizer(prompt)["input_ids"]
-        for choice, text in enumerate(item.choices):
+        for text in item.choices:
             tokens = tokenizer(f"{prompt} {text}")["input_ids"]
             # Where the two part, which is not always after the prompt; never before the first token, which is given.
-            start = max(1, len(os.path.commonprefix([alone, tokens])))
-            for place in range(start, len(tokens)):
-                rows[tuple(tokens[:-1])].append((number, choice, place - 1, tokens[place]))
-    longest = max((len(row) for row in rows), default=0)
+            begin = max(1, len(os.path.commonprefix([alone, tokens])))
+            continuations.append(Continuation(tuple(tokens), begin))
+    longest = max((len(continuation.ids) - 1 for continuation in continuations), default=0)
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and longest > most:
         raise ValueError(
@@ -737,27 +733,10 @@ def choice_scores(model, tokenizer, items, batch_size=16, shots=0, pool=(), num_
     was_training = model.training
     model.eval()
     try:
-        in_order = sorted(rows, key=len)  # rows of one length need no padding
-        for first in range(0, len(in_order), batch_size):
-            batch = in_order[first : first + batch_size]
-            wanted = [(i, *read) for i, row in enumerate(batch) for read in rows[row]]
-            input_ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
-            lengths = torch.tensor([len(row) for row in batch])
-            mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
-            # On the right, so that every position stays what it is.
-            places = sorted({place for _, _, _, place, _ in wanted})
-            inputs = {"input_ids": input_ids, "attention_mask": mask, "logits_to_keep": torch.tensor(places)}
-            inputs = {name: value.to(model.device) for name, value in inputs.items()}
-            logs = model(**inputs, use_cache=False, **depth).logits.float().log_softmax(-1)
-            at = {place: i for i, place in enumerate(places)}
-            found = logs[
-                [i for i, *_ in wanted], [at[place] for *_, place, _ in wanted], [token for *_, token in wanted]
-            ].tolist()
-            for (_, number, choice, _, _), log in zip(wanted, found, strict=True):
-                scores[number][choice] += log
+        scores = iter(score_continuations(model, continuations, batch_size, **depth))
     finally:
         model.train(was_training)
-    return scores
+    return [[next(scores).log_likelihood for _ in item.choices] for item in items]
 
 
 def _choice_rows(model, tokenizer, data: SftData, batch_size: int) -> list[dict]:

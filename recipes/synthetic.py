@@ -84,10 +84,11 @@ def _assignment(random: Random, form: str, depth: int, num_variables: int, large
         values |= {name: values[source] for name, source in zip(layer, sources)}
         lines += zip(layer, sources)
     asked = random.choice(layer)
-    return ChoiceItem(_wrapped(form, lines, asked), values[asked], choices, depth)
+    return ChoiceItem(assignment_prompt(form, lines, asked), values[asked], choices, depth)
 
 
-def _wrapped(form: str, lines: list[tuple[str, str]], asked: str) -> str:
+def assignment_prompt(form: str, lines: list[tuple[str, str]], asked: str) -> str:
+    """The assignments `lines`, and the question for the letter `asked`, as each of `FORMS` puts them."""
     if form == "basic":
         return "Fill in blank:\n\n" + "".join(f"{name}={value}\n" for name, value in lines) + f"{asked}=___. ->"
     if form == "math":

@@ -1,0 +1,70 @@
+"""
+Metrics over scored items, and what chance does to them. An item's score is a number, whose metric is the mean over
+items, or a pair such as (nats, tokens), whose metric is the sum of the first over the sum of the second.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+RESAMPLES = 1000
+
+
+def aggregate(scores: Sequence[float] | Sequence[tuple[float, float]]) -> float:
+    """The metric of all `scores`: their mean, or of pairs the ratio of the sums."""
+    numerators, denominators = _parts(scores)
+    return float(numerators.sum() / denominators.sum())
+
+
+def bootstrap_stderr(scores: Sequence, resamples: int = RESAMPLES, seed: int = 0) -> float:
+    """Standard deviation of `aggregate` over `resamples` bootstrap samples of the items; not a number for fewer than 2."""
+    numerators, denominators = _parts(scores)
+    if len(numerators) < 2:
+        return float("nan")
+    return float(np.std(_resampled(numerators, denominators, resamples, seed), ddof=1))
+
+
+def paired_bootstrap(
+    scores: Sequence, others: Sequence, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float, float]:
+    """
+    `aggregate(scores) - aggregate(others)` over the same items: the difference, its bootstrap standard error, and the
+    two-sided p-value of no difference. Each sample draws items, and takes both scores of each.
+
+    Raises:
+        `ValueError`: where the two do not score equally many items.
+    """
+    if len(scores) != len(others):
+        raise ValueError(f"A paired bootstrap needs the same items: there are {len(scores)} and {len(others)} scores.")
+    difference = aggregate(scores) - aggregate(others)
+    # The same seed draws the same items for both.
+    drawn = _resampled(*_parts(scores), resamples, seed) - _resampled(*_parts(others), resamples, seed)
+    return difference, float(np.std(drawn, ddof=1)), p_value(drawn)
+
+
+def p_value(drawn: np.ndarray) -> float:
+    """Two-sided, of bootstrap samples of a difference: how rarely zero is on one side of them. At least 1 / samples."""
+    below, above = (drawn <= 0).mean(), (drawn >= 0).mean()
+    return float(min(1.0, max(2 * min(below, above), 1 / len(drawn))))
+
+
+def resampled(scores: Sequence, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """`aggregate` of each of `resamples` bootstrap samples, for means over tasks. Shape (resamples,)."""
+    return _resampled(*_parts(scores), resamples, seed)
+
+
+def _parts(scores: Sequence) -> tuple[np.ndarray, np.ndarray]:
+    values = np.asarray(scores, dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("There are no scores to take a metric of.")
+    return (values, np.ones_like(values)) if values.ndim == 1 else (values[:, 0], values[:, 1])
+
+
+def _resampled(numerators: np.ndarray, denominators: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    random, count = np.random.default_rng(seed), len(numerators)
+    drawn = np.empty(resamples)
+    for i in range(resamples):
+        chosen = random.integers(count, size=count)
+        drawn[i] = numerators[chosen].sum() / denominators[chosen].sum()
+    return drawn
