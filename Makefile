@@ -24,7 +24,7 @@ bench: .venv/.test
 	$(PYTHON) -m venv .venv
 
 .venv/.train: .venv/bin/python setup.cfg constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,eval]"
 	touch $@
 
 .venv/.test: .venv/bin/python setup.cfg constraints.txt

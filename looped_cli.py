@@ -32,7 +32,7 @@ def sentence_errors(command):
             typer.secho(f"looped: {error}", fg="red", err=True)
             raise typer.Exit(2) from None
         except ModuleNotFoundError as error:
-            typer.secho(f"looped: {error.name} is missing: pip install 'modeling-looped[train]'", fg="red", err=True)
+            typer.secho(f"looped: {error.name} is missing: pip install 'modeling-looped[train,eval]'", fg="red", err=True)
             raise typer.Exit(2) from None
 
     return wrapper
@@ -211,6 +211,45 @@ def evaluate(
     print("recurrences  nats/token  bits/byte")
     for row in losses:
         print(f"{row.num_recurrences:11d}  {row.nats_per_token:10.4f}  {row.bits_per_byte:9.4f}")
+
+
+@app.command(name="eval-report")
+@sentence_errors
+def eval_report(
+    results: Annotated[list[str], typer.Argument(help="Results of lm-eval: files, or folders with results_*.json.")],
+    output: Annotated[str, typer.Option(help="The folder for report.md and the figures.")] = "eval-report",
+    reference: Annotated[str | None, typer.Option(help="Label of the run to compare with; the first by default.")] = None,
+    card: Annotated[str | None, typer.Option(help="A checkpoint: its card gets the groups' tables too.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a report.md that is no report.")] = False,
+):
+    """Tables with error bars, significance and baselines, and figures, of models or recurrence counts in lm-eval."""
+    from modeling_looped.eval.report import add_to_card, read_runs, write_report
+
+    runs = read_runs(results)
+    print(write_report(runs, output, reference, overwrite))
+    if card is not None:
+        print(add_to_card(runs, card, reference))
+
+
+@app.command()
+@sentence_errors
+def contamination(
+    file: Annotated[str, typer.Argument(help="Training text, as for eval.")],
+    tasks: Annotated[str, typer.Option(help="Names and patterns of this package's tasks, such as 'looped_nine_*'.")],
+    data_dir: Annotated[list[str] | None, typer.Option(help="As for python -m modeling_looped.eval; repeatable.")] = None,
+    ngram: Annotated[int, typer.Option(min=1, help="Words that an item and the text have to share.")] = 13,
+):
+    """How many items of TASKS have words in a row that FILE has too."""
+    import os
+
+    from modeling_looped.eval.contamination import contamination_table, overlap, task_texts
+    from modeling_looped.eval.run import TASKS, find_tasks
+    from modeling_looped.recipes.corpus import read_texts
+
+    names, manager = find_tasks(tasks, [TASKS], {"data_dir": os.pathsep.join(data_dir or [])})
+    loaded = manager.load(names)["tasks"]
+    texts = [text for _, text in read_texts(file)]
+    print(contamination_table((name, overlap(texts, task_texts(task), ngram)) for name, task in loaded.items()))
 
 
 @app.command()

@@ -6,6 +6,7 @@ can be turned between evaluations, with the head run at the scored positions onl
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -132,7 +133,7 @@ class LoopedLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        longest, continuations = self.max_length, []
+        longest, continuations, known = self.max_length, [], len(self.truncated)
         for name, context, continuation in requests:
             if len(continuation) > longest:
                 raise ValueError(
@@ -144,7 +145,7 @@ class LoopedLM(HFLM):
             if cut:
                 self.truncated.add(name)
             continuations.append(Continuation(ids[cut:], len(ids) - cut - len(continuation)))
-        if self.truncated:
+        if len(self.truncated) > known:
             logger.warning(
                 "%d prompts are longer than max_length=%d tokens and lose their beginning.",
                 len(self.truncated),
@@ -167,6 +168,16 @@ class LoopedLM(HFLM):
             if name is not None:
                 self.cache_hook.add_partial("loglikelihood", name, answer)
         return answers
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        """As in `hf`, but at least half of `max_length` is left to the prompt, where `hf` would refuse."""
+        most, shorter = self.max_length // 2, []
+        for request in requests:
+            context, options = request.args
+            if options.get("max_gen_toks", self.max_gen_toks) > most:
+                options = {**options, "max_gen_toks": most}
+            shorter.append(replace(request, arguments=(context, options)))
+        return super().generate_until(shorter, disable_tqdm=disable_tqdm)
 
     def get_model_info(self) -> dict:
         """What lm-eval writes down of the model, with the depth, and with what its checkpoint says of its training."""

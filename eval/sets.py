@@ -5,8 +5,8 @@ Readers of the evaluation sets: rows as their publishers' files or the Hub's dat
 
 A row that has `context` and `continuation` is an item already, in every set without choices, and its continuation
 stays as it is: so are the files in nanochat's `eval_bundle.zip` and those which the paper's own code prepares. Which
-other keys tell a format stands with each reader. The continuation is the first answer; rows without an answer are left
-out.
+other keys tell a format stands with each reader. The continuation is the first answer; questions to which their set has
+none, as in SQuAD 2, are left out.
 
 Raises:
     `ValueError`: for a row in none of a set's formats, with the keys that it has and those that were expected.
@@ -386,8 +386,8 @@ def _read(rows: Iterable[dict], formats: Formats) -> list[dict]:
             if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
                 raise ValueError(f"Row {number}: the answers must be a list of strings, not {answers!r}.")
             if "continuation" not in row:
-                answers = [answer.strip() for answer in answers]
-            if answers := list(dict.fromkeys(filter(str.strip, answers))):
+                answers = list(dict.fromkeys(filter(None, map(str.strip, answers))))
+            if answers:
                 items.append({"context": context.rstrip(), "continuation": answers[0], "answers": answers})
     return items
 

@@ -198,10 +198,11 @@ class LoopedTask(ConfigurableTask):
         if self.OUTPUT_TYPE == "loglikelihood_rolling":
             return self._losses(-results[0], *arguments[0])
         likelihoods = [likelihood for likelihood, _ in results]
-        gold, scores = doc.get("gold", 0), {}
+        gold, scores = 0, {}
         if self.OUTPUT_TYPE == "loglikelihood":
             scores["acc"] = float(results[0][1])
         else:
+            gold = doc["gold"]
             delimiter = len(self.config.target_delimiter)  # which lm-eval does not count either
             sizes = [len(continuation) - delimiter for _, continuation in arguments]
             per_size = [likelihood / size for likelihood, size in zip(likelihoods, sizes)]

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ SIZES = {
     "large": DemoSize(1280, 10, (2, 4, 2), 32064, 2048, PretrainRecipe(total_steps=40_000, batch_size=256, **_DEPTHS)),
 }
 RECURRENCES, MOST_RECURRENCES = 4, 8
+EVALUATION = "looped_axis_reasoning_primitives"
 PROMPT = "def read_lines(path):\n"
 
 
@@ -138,6 +140,7 @@ def demo(
     (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     _plot(output / "loss_vs_recurrences.png", losses, metrics["unigram_nats_per_token"])
     _write_card(output, config, metrics, prompt)
+    evaluated = _evaluate(output, work / "eval", 4 if quick else 50)
     print(f"\n{sample}\n")
     print("recurrences  nats/token  bits/byte  GFLOPs/token")
     for row in losses:
@@ -146,6 +149,7 @@ def demo(
             f"{row['gflops']:12.4f}"
         )
     print(f"    unigram  {metrics['unigram_nats_per_token']:10.4f}")
+    print(f"\n{evaluated}")
     print(
         f"\n{output}/ holds the checkpoint, metrics.json, loss_vs_recurrences.png and README.md. Try:\n"
         f"  looped generate {output} {json.dumps(prompt)} --recurrences 8"
@@ -205,6 +209,28 @@ def _write_jsonl(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
+def _evaluate(output: Path, results: Path, limit: int) -> str:
+    """Puts the reasoning primitives, which need no data, at one and all recurrences into the card. Returns what was done."""
+    if find_spec("lm_eval") is None:
+        return "lm-eval is not installed, so the card has no evaluation: pip install 'modeling-looped[eval]'."
+    from modeling_looped.eval.report import Comparison, add_to_card, read_runs
+
+    if results.exists():
+        shutil.rmtree(results)
+    command = [
+        "--model_args", f"pretrained={output}", "--tasks", EVALUATION, "--recurrences", f"1,{RECURRENCES}",
+        "--limit", str(limit), "--batch_size", "16", "--output_path", str(results),
+    ]  # fmt: skip
+    run = subprocess.run([sys.executable, "-m", "modeling_looped.eval", *command], capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"python -m modeling_looped.eval ended with {run.returncode}:\n{run.stderr[-2000:]}")
+    runs = read_runs([results])
+    add_to_card(runs, output)
+    found = Comparison(runs)
+    losses = ", ".join(f"{found.value(run, EVALUATION, 'continuation_loss'):.3f}" for run in runs)
+    return f"{EVALUATION}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} ({limit} items a task; README.md)"
+
+
 def _looped(*arguments: str) -> str:
     """The command `looped` in a process of its own. Returns what it prints."""
     run = subprocess.run([sys.executable, "-m", "looped_cli", *arguments], stdout=subprocess.PIPE, text=True)
@@ -224,7 +250,9 @@ def _plot(path: Path, losses: list[dict], unigram: float) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     axes.plot(counts, nats, marker="o", color="#1f5fa8")
     for count, value in zip(counts, nats):
-        axes.annotate(f"{value:.3f}", (count, value), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8)
+        axes.annotate(
+            f"{value:.3f}", (count, value), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8
+        )
     axes.axvline(RECURRENCES, color="0.7", linewidth=1, linestyle="--", zorder=0)
     axes.text(RECURRENCES + 0.06, max(nats), "default", color="0.45", fontsize=8, va="top")
     spread = max(nats) - min(nats)

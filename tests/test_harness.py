@@ -245,7 +245,7 @@ def test_what_cannot_be_scored_is_named(data, checkpoints, tmp_path):
     (folder / "bigbench_qa_wikidata.jsonl").write_text(
         json.dumps({"context": "The moon is", "continuation": " "}) + "\n"
     )
-    with pytest.raises(ValueError, match="looped_bigbench_qa_wikidata, item 0: ' ' is no answer to score"):
+    with pytest.raises(ValueError, match="looped_bigbench_qa_wikidata: item 0: ' ' is no answer to score"):
         evaluate(tmp_path, folder, checkpoints / "looped_gpt")
 
 
