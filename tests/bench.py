@@ -109,7 +109,9 @@ def compare(measure: Callable[[PreTrainedModel], float], a: PreTrainedModel, b: 
 # RecurrentGPT against its dense twin (arXiv 2608.15062, section 10.4 of its specification)
 
 
-def static_decode(model: PreTrainedModel, compiled: bool, prompt: int, tokens: int) -> Callable[[PreTrainedModel], float]:
+def static_decode(
+    model: PreTrainedModel, compiled: bool, prompt: int, tokens: int
+) -> Callable[[PreTrainedModel], float]:
     """A measure like `decode`, on a static cache, with one compiled graph for the whole model."""
     input_ids = torch.arange(prompt, device=model.device)[None]
     cache = StaticCache(config=model.config.cache_config(), max_cache_len=prompt + tokens)
@@ -186,7 +188,9 @@ def recurrent_against_dense(arguments: argparse.Namespace) -> None:
             ours, theirs = (statistics.median(side) for side in zip(*pairs))
             ratio = statistics.median(x / y for x, y in pairs)
             what = f"{kind} decode, ms/token"
-            print(f"{size:6}  {what:<30}  {ours * 1e3:9.2f}   {theirs * 1e3:9.2f}   {ratio:5.3f}   {flops[0] / flops[1]:10.3f}")
+            print(
+                f"{size:6}  {what:<30}  {ours * 1e3:9.2f}   {theirs * 1e3:9.2f}   {ratio:5.3f}   {flops[0] / flops[1]:10.3f}"
+            )
             if kind == "eager":
                 profiles = [where_time_goes(model, measure) for model, measure in zip(pair, measures)]
         print(f"        eager time, recurrent: {profiles[0]}\n        eager time, dense: {profiles[1]}")
@@ -279,16 +283,54 @@ def training(arguments: argparse.Namespace) -> None:
         )
 
 
+def evaluation(arguments: argparse.Namespace) -> None:
+    """Four recurrence counts in one process of lm-eval, loading left out, against the forwards that they need."""
+    from lm_eval._cli import HarnessCLI  # noqa: F401  its import is no part of what is timed
+
+    from modeling_looped.eval import run
+    from modeling_looped.eval.harness import LoopedLM
+    from modeling_looped.recipes import scoring
+
+    counts, forwards, loading = [1, 2, 4, 8], [], []
+    score, create = scoring.score_continuations, LoopedLM.create_from_arg_obj.__func__
+
+    def timed(into: list, call, *args, **kwargs):
+        began = now()
+        result = call(*args, **kwargs)
+        into.append(now() - began)
+        return result
+
+    run.harness.score_continuations = lambda *args, **kwargs: timed(forwards, score, *args, **kwargs)
+    LoopedLM.create_from_arg_obj = classmethod(lambda cls, *args: timed(loading, create, cls, *args))
+    asked = ["--model_args", f"pretrained={arguments.checkpoint}", "--tasks", "looped_axis_reasoning_primitives"]
+    asked += ["--device", arguments.device, "--batch_size", "16", "--limit", str(arguments.limit)]
+    parsed = run._lm_eval_arguments(asked)
+    run.run(parsed, (), [1])  # warms up
+    forwards.clear()
+    loading.clear()
+    began = now()
+    run.run(parsed, (), counts)
+    whole = now() - began - sum(loading)
+    print(f"lm-eval at r in {counts}, {arguments.limit} items of each of 5 tasks, {arguments.checkpoint}")
+    print(
+        f"loads {len(loading)}   all {whole:.2f} s   forwards {sum(forwards):.2f} s   ratio {whole / sum(forwards):.3f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--widths", type=int, nargs="*", default=[256, 640], help="of LoopedGPT against Llama")
-    parser.add_argument("--sizes", nargs="*", default=["small", "medium"], help="of RecurrentGPT against its dense twin")
+    parser.add_argument(
+        "--sizes", nargs="*", default=["small", "medium"], help="of RecurrentGPT against its dense twin"
+    )
     parser.add_argument("--prompt", type=int, default=32, help="tokens, for RecurrentGPT")
     parser.add_argument("--tokens", type=int, default=32, help="decoded tokens, for RecurrentGPT")
     parser.add_argument("--batch", type=int, default=2, help="rows of a training step; 0 leaves training out")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--checkpoint", help="of a looped model, such as demo-output: times lm-eval at several counts")
+    parser.add_argument("--limit", type=int, default=200, help="items of each of lm-eval's tasks")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.widths:
@@ -297,6 +339,8 @@ def main() -> None:
         recurrent_against_dense(arguments)
     if arguments.batch:
         training(arguments)
+    if arguments.checkpoint:
+        evaluation(arguments)
 
 
 def looped_against_llama(arguments: argparse.Namespace) -> None:

@@ -115,3 +115,27 @@ def test_a_sweep_of_it_shares_the_layers_below_the_block_and_measures_the_looped
     with loop(llama, 24, 28, 1):
         expected = held_out_loss(llama, tokenizer, TEXTS, sequence_length=32)[0].nats_per_token
     assert abs(row.nats_per_token - expected) < 1e-5
+
+
+def test_log_likelihoods_in_lm_eval_are_those_of_its_own_model(folder, shared):
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from modeling_looped.eval.harness import LoopedLM
+    from modeling_looped.eval.run import TASKS
+
+    metadata = {"data_dir": str(shared / "data" / "eval"), "pretrained": str(folder)}
+    manager = TaskManager(include_path=TASKS, include_defaults=False, metadata=metadata)
+    tasks = manager.load(["looped_nine_lambada_openai", "looped_nine_arc_easy"])["tasks"].values()
+    requests = []
+    for task in tasks:
+        task.build_all_requests(limit=100)
+        requests += task.instances
+    assert len(requests) >= 100 + 100 * 3
+    ours, theirs = (
+        kind(str(folder), device="cpu", dtype="float32", batch_size=8).loglikelihood(requests, disable_tqdm=True)
+        for kind in (LoopedLM, HFLM)
+    )
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+    assert [one for one, _ in ours] == pytest.approx([one for one, _ in theirs], abs=1e-3)
+    assert sum(greedy for _, greedy in ours[:100]) > 20  # these weights know some last words
