@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_looped.interventions import executed_plan, skip
 from modeling_looped.looping import loop
+from modeling_looped.recipes.scoring import Continuation
 from modeling_looped.recipes.study import append_row, fingerprint, read_rows, versions
 
 from .held_out import held_out_batches
@@ -72,19 +73,11 @@ class SweepRow:
 
 
 @dataclass(frozen=True)
-class _Sequence:
-    """Token ids of which those from number `begin` on are scored."""
-
-    ids: tuple[int, ...]
-    begin: int
-
-
-@dataclass(frozen=True)
 class _Item:
     """A window of the text (`task` is `None`), a continuation, or choices of which number `gold` is right."""
 
     task: str | None
-    sequences: tuple[_Sequence, ...]
+    sequences: tuple[Continuation, ...]
     gold: int = 0
 
 
@@ -318,7 +311,7 @@ def _items(
 ) -> list[_Item]:
     longest = model.config.get_text_config(decoder=True).max_position_embeddings
     windows, _ = held_out_batches(tokenizer, texts, sequence_length or longest, 1, max_tokens)
-    items = [_Item(None, (_Sequence(tuple(window["input_ids"][0].tolist()), 1),)) for window in windows]
+    items = [_Item(None, (Continuation(tuple(window["input_ids"][0].tolist()), 1),)) for window in windows]
     for name, given in tasks.items():
         given = list(given)[:max_items]
         if not given:
@@ -352,13 +345,13 @@ def _kind(name: str, number: int, item) -> str:
     )
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, longest: int) -> _Sequence:
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, longest: int) -> Continuation:
     answer = answer if answer.startswith(" ") else f" {answer}"
     begin = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id]
     prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer))
     prompt = [*begin, *prompt]
     cut = max(0, len(prompt) + len(answer) - longest)
-    return _Sequence((*prompt[cut:], *answer), len(prompt) - min(cut, len(prompt)))
+    return Continuation((*prompt[cut:], *answer), len(prompt) - min(cut, len(prompt)))
 
 
 def _batches(items: Sequence[_Item], batch_tokens: int) -> list[_Batch]:
