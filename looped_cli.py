@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+import typer.core
 
 
 app = typer.Typer(
@@ -17,6 +18,24 @@ app = typer.Typer(
 )
 convert_app = typer.Typer(help="Bring checkpoints of other code into this package.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
+
+
+class _FitByDefault(typer.core.TyperGroup):
+    """`looped phi RUNS.csv` is `looped phi fit RUNS.csv`. A file called as a command is to be named ./compare."""
+
+    def parse_args(self, context, args):
+        named = not args or args[0] in self.commands or args[0] in context.help_option_names
+        return super().parse_args(context, args if named else ["fit", *args])
+
+
+phi_app = typer.Typer(
+    cls=_FitByDefault,
+    help="What a recurrence is worth: phi, fitted from runs. Needs the extra scaling.",
+    no_args_is_help=True,
+)
+app.add_typer(phi_app, name="phi")
+sweep_app = typer.Typer(help="The runs behind a measured phi: a queue that continues where it stopped.", no_args_is_help=True)
+app.add_typer(sweep_app, name="sweep")
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory or a Hub name.")]
 
@@ -32,7 +51,8 @@ def sentence_errors(command):
             typer.secho(f"looped: {error}", fg="red", err=True)
             raise typer.Exit(2) from None
         except ModuleNotFoundError as error:
-            typer.secho(f"looped: {error.name} is missing: pip install 'modeling-looped[train,eval]'", fg="red", err=True)
+            extras = "scaling" if error.name in ("scipy", "pandas", "threadpoolctl") else "train,eval"
+            typer.secho(f"looped: {error.name} is missing: pip install 'modeling-looped[{extras}]'", fg="red", err=True)
             raise typer.Exit(2) from None
 
     return wrapper
@@ -277,9 +297,9 @@ def exits(
     print(json.dumps([asdict(point) for point in points]) if as_json else exit_table(points))
 
 
-@app.command()
+@app.command(name="loop-sweep")
 @sentence_errors
-def sweep(
+def loop_sweep(
     checkpoint: Checkpoint,
     file: Annotated[str, typer.Argument(help="As for eval.")],
     task: Annotated[
@@ -409,6 +429,120 @@ def grow_layers(
 
     _quiet()
     print(grow_checkpoint(checkpoint, output, operator, block_size, layers, dry_run, overwrite))
+
+
+SweepOutput = Annotated[str, typer.Argument(help="The sweep's folder.")]
+
+
+@sweep_app.command(name="run")
+@sentence_errors
+def sweep_run(
+    recipe: Annotated[str, typer.Argument(help="A sweep's .yaml, or the name of a bundled one: phi_sweep.")],
+    output: SweepOutput,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time on this machine.")] = 1,
+    limit_minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same call continues.")] = None,
+    only: Annotated[list[int] | None, typer.Option(help="Numbers of runs, as status has them; repeatable.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Failed runs too.")] = False,
+    launcher: Annotated[str, typer.Option(help="In front of each run, such as 'accelerate launch --num_processes 2'.")] = "",
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each run; the cores divided by the workers by default.")] = None,
+    train_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
+    validation_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
+    have: Annotated[str | None, typer.Option(help="A CSV of collect: its runs are not run again.")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a SLURM array script for these runs, and run none.")] = False,
+):
+    """Train what is left of a sweep over budgets, recurrences, widths and variants."""
+    from modeling_looped.recipes.sweep import run_sweep, slurm_array
+
+    if slurm:
+        print(slurm_array(recipe, output, train_data, validation_data), end="")
+        return
+    texts = {"train_data": train_data, "validation_data": validation_data}
+    finished = run_sweep(
+        recipe, output, workers, limit_minutes, only or (), retry, launcher, threads, have=have, **texts
+    )
+    print("All runs are finished." if finished else f"Not all runs are finished: looped sweep status {output} has them.")
+
+
+@sweep_app.command(name="status")
+@sentence_errors
+def sweep_status_command(output: SweepOutput):
+    """What each run of a sweep has come to, and what is left."""
+    from modeling_looped.recipes.sweep import sweep_status
+
+    print(sweep_status(output))
+
+
+@sweep_app.command(name="collect")
+@sentence_errors
+def sweep_collect(
+    output: SweepOutput,
+    destination: Annotated[str, typer.Option("--output", help="A CSV for looped phi; rows that it has stay.")] = "runs.csv",
+):
+    """Finished runs as a CSV."""
+    from modeling_looped.recipes.sweep import collect_sweep
+
+    print(f"{destination}: {collect_sweep(output, destination)} runs")
+
+
+Runs = Annotated[str, typer.Argument(help="A CSV with budget_flops, r, d_model, tokens, val_loss, a row a run.")]
+Decomposition = Annotated[
+    str | None,
+    typer.Option(help="regression or paper, which differ in what runs once; own: n_once, n_rec. Default: own if there."),
+]
+Restarts = Annotated[int, typer.Option(min=1, help="Random starts of every fit; one in seven reaches the best one.")]
+Resamples = Annotated[int, typer.Option(min=2, help="Of the block bootstrap.")]
+Seed = Annotated[int, typer.Option(help="Of starts and resamples.")]
+Processes = Annotated[int, typer.Option(min=1, help="Over which the fits are spread.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@phi_app.command(name="fit")
+@sentence_errors
+def phi_fit(
+    runs: Runs,
+    output: Annotated[str, typer.Option(help="The folder for phi.json and three figures.")] = "phi-report",
+    variant: Annotated[str | None, typer.Option(help="Of the CSV's column variant, where it has several.")] = None,
+    decomposition: Decomposition = None,
+    restarts: Restarts = 500,
+    resamples: Resamples = 200,
+    seed: Seed = 0,
+    processes: Processes = 1,
+    as_json: AsJson = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files in OUTPUT that are no phi report's.")] = False,
+):
+    """Fit the joint law to RUNS: phi with its interval, tables, phi.json and figures. The same as looped phi RUNS."""
+    from modeling_looped.scaling.report import read_runs, write_phi
+
+    fits = {"decomposition": decomposition, "restarts": restarts, "resamples": resamples, "seed": seed}
+    fits |= {"processes": processes, "progress": sys.stderr.isatty()}
+    report = write_phi(read_runs(runs, variant), output, overwrite, **fits)
+    print(report.to_json() if as_json else report.text(), end="")
+
+
+@phi_app.command(name="compare")
+@sentence_errors
+def phi_compare(
+    runs: Runs,
+    others: Annotated[str, typer.Argument(help="Runs of a changed recipe over the same baseline at r = 1.")],
+    variant: Annotated[str | None, typer.Option(help="Of RUNS, where it has several.")] = None,
+    other_variant: Annotated[str | None, typer.Option(help="Of OTHERS, where it has several.")] = None,
+    decomposition: Decomposition = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Nats that losses at r = 1 may differ by.")] = 0.005,
+    shared_budgets: Annotated[bool, typer.Option("--shared-budgets", help="Leave out budgets that one of them lacks.")] = False,
+    restarts: Restarts = 500,
+    resamples: Resamples = 200,
+    seed: Seed = 0,
+    processes: Processes = 1,
+    as_json: AsJson = False,
+):
+    """Delta phi of OTHERS less RUNS with its interval, or why the two baselines do not allow one."""
+    from modeling_looped.scaling.report import compare_phi, read_runs, run_names
+
+    names = run_names((runs, variant), (others, other_variant))
+    frames = read_runs(runs, variant), read_runs(others, other_variant)
+    fits = {"restarts": restarts, "resamples": resamples, "seed": seed, "processes": processes}
+    comparison = compare_phi(*frames, decomposition, tolerance, shared_budgets, names=names, **fits)
+    print(comparison.to_json() if as_json else comparison.text(), end="")
 
 
 @convert_app.command(name="iso-depth")

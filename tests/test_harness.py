@@ -326,7 +326,11 @@ def test_training_cost_is_what_the_checkpoint_says(tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--tasks", "looped_triviaqaa"], "'looped_triviaqaa' is no task. Did you mean looped_triviaqa"),
+        pytest.param(  # the index of lm-eval's own tasks takes twenty seconds
+            ["--tasks", "looped_triviaqaa"],
+            "'looped_triviaqaa' is no task. Did you mean looped_triviaqa",
+            marks=pytest.mark.slow,
+        ),
         (["--tasks", "looped_nq", "--data-dir", "DATA"], "has no nq.jsonl. Put it there"),
         (["--tasks", TASK, "--data-dir", "nowhere"], "--data-dir 'nowhere' is not a folder"),
         (["--tasks", TASK, "--data-dir", "DATA", "--recurrences", "1,x"], "In recurrences '1,x'"),
@@ -358,6 +362,7 @@ def test_the_command_says_what_is_wrong_in_one_sentence(arguments, words, data, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_a_process_of_its_own_and_so_does_lm_eval_on_the_tasks(data, checkpoints, tmp_path):
     path = checkpoints / "grown_llama"
     shared = ["--tasks", TASK, "--device", "cpu", "--limit", "4", "--output_path"]

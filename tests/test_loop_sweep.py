@@ -272,7 +272,7 @@ def test_the_command_sweeps_prints_and_draws(tokenizer, tmp_path):
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     for name, items in tasks_for(model, tokenizer).items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    call = ["sweep", str(tmp_path / "checkpoint"), str(tmp_path / "text.jsonl")]
+    call = ["loop-sweep", str(tmp_path / "checkpoint"), str(tmp_path / "text.jsonl")]
     tasks = [f"--task={name}={tmp_path / name}.jsonl" for name in ("continued", "chosen")]
     options = ["--length", "2", "--repeats", "1,3", "--max-tokens", "60", "--max-items", "4", "--sequence-length", "24"]
     run = CliRunner().invoke(app, [*call, *tasks, *options, "--results", str(tmp_path / "rows.csv")])
