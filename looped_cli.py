@@ -545,6 +545,37 @@ def phi_compare(
     print(comparison.to_json() if as_json else comparison.text(), end="")
 
 
+@app.command()
+@sentence_errors
+def advise(
+    budget: Annotated[float, typer.Option(help="FLOPs of training and serving together, such as 1e21.")],
+    memory: Annotated[float | None, typer.Option(help="GB (1e9 bytes) for weights and key-value cache.")] = None,
+    inference_tokens: Annotated[float, typer.Option(min=0, help="Tokens to be served, at a full context each.")] = 0,
+    recurrences: Annotated[str, typer.Option(help="1,2,4,8 or 1..2: counts that split the looped layers.")] = "1,2,4,8",
+    runs: Annotated[str | None, typer.Option(help="A CSV of your runs, for a law of their own; the paper's by default.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Of the CSV's column variant, where it has several.")] = None,
+    max_tokens: Annotated[float | None, typer.Option(help="Data there is to train on.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in the cache of each sequence.")] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in the cache.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+):
+    """Recurrences, width and tokens of least predicted loss for a budget and a memory, in the iso-depth family."""
+    from modeling_looped.eval.held_out import parse_recurrences
+    from modeling_looped.scaling import PUBLISHED, bootstrap, fit_joint_law, read_runs
+    from modeling_looped.scaling.plan import PUBLISHED_RANGES, fitted_ranges
+    from modeling_looped.scaling.plan import advise as find
+
+    law, draws, fitted = PUBLISHED, None, PUBLISHED_RANGES
+    if runs is not None:
+        frame = read_runs(runs, variant)
+        law = fit_joint_law(frame)
+        draws, fitted = bootstrap(frame, law), fitted_ranges(frame)
+    memory_bytes = None if memory is None else memory * 1e9
+    options = {"max_tokens": max_tokens, "context": context, "batch": batch_size, "fitted": fitted}
+    advice = find(law, draws, budget, memory_bytes, inference_tokens, parse_recurrences(recurrences), **options)
+    print(json.dumps({"notes": advice.notes, "options": advice.table.to_dict("records")}) if as_json else advice)
+
+
 @convert_app.command(name="iso-depth")
 @sentence_errors
 def convert_iso_depth(

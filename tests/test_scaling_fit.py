@@ -25,7 +25,7 @@ from modeling_looped.scaling import (
     predicted_losses,
     residual_table,
 )
-from modeling_looped.scaling.fit import LAW_NAMES, _Problem, _read
+from modeling_looped.scaling.fit import LAW_NAMES, Problem, _read
 
 
 RESTARTS = 40  # one start in seven reaches the best optimum
@@ -256,7 +256,7 @@ def test_no_cell_decides_phi():
 def test_the_gradient_is_that_of_the_objective(phi):
     runs = _read(RUNS, "regression", ISO_DEPTH)
     weights = np.random.default_rng(1).integers(0, 3, len(RUNS)).astype(float)
-    problem = _Problem(runs.n_once, runs.n_rec, runs.r, runs.tokens, runs.loss, phi, weights)
+    problem = Problem(runs.n_once, runs.n_rec, runs.r, runs.tokens, runs.loss, phi, weights)
     near = np.array([3.3, 0.2, 6.8, 0.37, 0.45, 0.45])
     far = np.random.default_rng(0).uniform([2, 0.1, 4, 0.2, 0, 0.1], [5, 0.4, 8, 0.5, 1, 0.9], (5, 6))
     for x in (near, *far):  # the first has residuals on both sides of delta

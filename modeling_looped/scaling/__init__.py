@@ -1,5 +1,22 @@
 """The phi laboratory: what a recurrence is worth, fitted from runs (arXiv 2604.21106). Needs the extra `scaling`."""
 
+from .allocation import (
+    Allocation,
+    Exponents,
+    InferenceCost,
+    allocation_exponents,
+    compute_optimal,
+    cost_equivalent,
+    dense_equivalent,
+    effective_ratio,
+    empirical_optima,
+    empirical_optimum,
+    family_config,
+    frontier,
+    inference_cost,
+    predicted_loss,
+    unique_ratio,
+)
 from .family import DECOMPOSITIONS, ISO_DEPTH, Family
 from .fit import (
     Bootstrap,
@@ -12,21 +29,63 @@ from .fit import (
     residual_table,
 )
 from .law import PUBLISHED, ChinchillaLaw, JointLaw
+from .plan import (
+    PUBLISHED_RANGES,
+    Advice,
+    Hardware,
+    SweepPlan,
+    advise,
+    fitted_ranges,
+    plan_sweep,
+    residual_noise,
+    simulated_interval,
+)
+from .report import Comparison, PhiReport, compare_phi, phi_report, read_runs, write_phi
 
 
 __all__ = [
     "DECOMPOSITIONS",
     "ISO_DEPTH",
     "PUBLISHED",
+    "PUBLISHED_RANGES",
+    "Advice",
+    "Allocation",
     "Bootstrap",
     "ChinchillaLaw",
+    "Comparison",
+    "Exponents",
     "Family",
+    "Hardware",
+    "InferenceCost",
     "JointLaw",
+    "PhiReport",
+    "SweepPlan",
+    "advise",
+    "allocation_exponents",
     "bootstrap",
+    "compare_phi",
+    "compute_optimal",
+    "cost_equivalent",
+    "dense_equivalent",
+    "effective_ratio",
+    "empirical_optima",
+    "empirical_optimum",
+    "family_config",
     "fit_chinchilla",
     "fit_joint_law",
+    "fitted_ranges",
+    "frontier",
     "half_budgets",
+    "inference_cost",
     "leave_one_cell_out",
+    "phi_report",
+    "plan_sweep",
+    "predicted_loss",
     "predicted_losses",
+    "read_runs",
+    "residual_noise",
     "residual_table",
+    "simulated_interval",
+    "unique_ratio",
+    "write_phi",
 ]

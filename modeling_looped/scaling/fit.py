@@ -49,10 +49,10 @@ def fit_chinchilla(
         `ValueError`: as in `fit_joint_law`, and for runs of several recurrence counts.
     """
     runs = _read(frame, None, family)
-    problem = _Problem(runs.n_once, np.zeros_like(runs.n_once), runs.r, runs.tokens, runs.loss, phi=0.0)
+    problem = Problem(runs.n_once, np.zeros_like(runs.n_once), runs.r, runs.tokens, runs.loss, phi=0.0)
     _check_size(runs, 5)
     best, reached = _search(problem, restarts, seed, processes)
-    return ChinchillaLaw(*_parameters(best)[:5], **_report(problem, best, restarts, reached))
+    return ChinchillaLaw(*parameters_of(best)[:5], **_report(problem, best, restarts, reached))
 
 
 def fit_joint_law(
@@ -86,14 +86,14 @@ def fit_joint_law(
     """
     if phi is not None and not BOX["phi"][0] <= phi <= BOX["phi"][1]:
         raise ValueError(f"phi={phi} must lie in {BOX['phi']}, or be None to be fitted.")
-    decomposition = _decomposition(frame, decomposition)
+    decomposition = decomposition_of(frame, decomposition)
     runs = _read(frame, decomposition, family)
     _check_size(runs, 5 + (phi is None))
     if phi is None:
         _check_loops(runs)
-    problem = _Problem(runs.n_once, runs.n_rec, runs.r, runs.tokens, runs.loss, phi)
+    problem = Problem(runs.n_once, runs.n_rec, runs.r, runs.tokens, runs.loss, phi)
     best, reached = _search(problem, restarts, seed, processes)
-    found = dict(zip(LAW_NAMES, _parameters(best)))
+    found = dict(zip(LAW_NAMES, parameters_of(best)))
     return JointLaw(
         **{"phi": phi, **found},
         decomposition=decomposition,
@@ -161,14 +161,14 @@ def bootstrap(
     require_int("resamples", resamples, 2)
     require_int("random_starts", random_starts, 0)
     _refuse_fixed(law)
-    runs, problem, cells = _read_cells(frame, law.decomposition, family)
-    start = _start(law)
+    runs, problem, cells = read_cells(frame, law.decomposition, family)
+    start = start_of(law)
     rng = np.random.default_rng(seed)
     num_cells, jobs, redrawn = cells.max() + 1, [], 0
     while len(jobs) < resamples:
         weights = np.bincount(rng.integers(num_cells, size=num_cells), minlength=num_cells)[cells].astype(np.float64)
         if runs.is_fittable(weights > 0):
-            jobs.append((replace(problem, weights=weights), start, _uniform(rng, random_starts, problem.bounds)))
+            jobs.append((replace(problem, weights=weights), start, uniform_starts(rng, random_starts, problem.bounds)))
         else:
             redrawn += 1
             if redrawn > 100 * resamples:
@@ -176,9 +176,9 @@ def bootstrap(
                     f"The {num_cells} cells of (budget_flops, r) are too few to resample: add budgets or recurrence "
                     "counts."
                 )
-    draws = pd.DataFrame([_parameters(x) for x in _map(_refit, jobs, processes)], columns=list(LAW_NAMES))
+    draws = pd.DataFrame([parameters_of(x) for x in spread(refit, jobs, processes)], columns=list(LAW_NAMES))
     result = Bootstrap(law, draws, int(num_cells), seed, redrawn)
-    return replace(result, reason=_why_not_identified(result, problem))
+    return replace(result, reason=why_not_identified(result, problem))
 
 
 def residual_table(frame: pd.DataFrame, law: JointLaw | ChinchillaLaw, family: Family = ISO_DEPTH) -> pd.DataFrame:
@@ -261,23 +261,23 @@ def leave_one_cell_out(
     """
     law = law or fit_joint_law(frame, decomposition, seed=seed, family=family, processes=processes)
     _refuse_fixed(law)
-    runs, problem, cells = _read_cells(frame, law.decomposition, family)
+    runs, problem, cells = read_cells(frame, law.decomposition, family)
     rng = np.random.default_rng(seed)
     kept = [cells != cell for cell in range(cells.max() + 1)]
     jobs = [
-        (replace(problem, weights=keep.astype(np.float64)), _start(law), _uniform(rng, random_starts, problem.bounds))
+        (replace(problem, weights=keep.astype(np.float64)), start_of(law), uniform_starts(rng, random_starts, problem.bounds))
         for keep in kept
         if runs.is_fittable(keep)
     ]
-    refits = iter(_map(_refit, jobs, processes))
+    refits = iter(spread(refit, jobs, processes))
     rows = []
     for keep in kept:
         out = ~keep
         row = {"budget_flops": runs.budgets[out][0], "r": int(runs.r[out][0]), "runs": int(out.sum())}
         if runs.is_fittable(keep):
-            refit = JointLaw(*_parameters(next(refits)))
-            errors = runs.loss[out] - refit.predict(runs.n_once[out], runs.n_rec[out], runs.tokens[out], runs.r[out])
-            row |= {name: getattr(refit, name) for name in LAW_NAMES}
+            without = JointLaw(*parameters_of(next(refits)))
+            errors = runs.loss[out] - without.predict(runs.n_once[out], runs.n_rec[out], runs.tokens[out], runs.r[out])
+            row |= {name: getattr(without, name) for name in LAW_NAMES}
             row |= {"mean": errors.mean(), "rmse": np.sqrt((errors**2).mean())}
         rows.append(row)
     columns = ["budget_flops", "r", "runs", *LAW_NAMES, "mean", "rmse"]
@@ -285,7 +285,7 @@ def leave_one_cell_out(
 
 
 @dataclass(frozen=True, eq=False)
-class _Problem:
+class Problem:
     """Section 3.2's objective over x = (a, alpha, b, beta, e[, phi]). `phi` fixes it; arrays have one entry a run."""
 
     n_once: np.ndarray
@@ -360,12 +360,12 @@ class _Runs:
         return several and rows.sum() >= 6 and bool((self.n_rec[rows] * (self.r[rows] > 1)).any())
 
 
-def _minimise(problem: _Problem, start: np.ndarray) -> tuple[float, np.ndarray]:
+def _minimise(problem: Problem, start: np.ndarray) -> tuple[float, np.ndarray]:
     found = minimize(problem.objective, start, jac=True, method="L-BFGS-B", bounds=problem.bounds, options=OPTIONS)
     return found.fun, found.x
 
 
-def _refine(problem: _Problem, start: np.ndarray) -> tuple[float, np.ndarray]:
+def refine(problem: Problem, start: np.ndarray) -> tuple[float, np.ndarray]:
     """
     The optimum near `start`, in coordinates where the Gauss-Newton Hessian is the identity: log N hardly varies, so in
     the paper's own the condition number is 3e7 and the last digits of phi take hundreds of steps. They have no box, and
@@ -389,29 +389,29 @@ def _refine(problem: _Problem, start: np.ndarray) -> tuple[float, np.ndarray]:
     return (found.fun, x) if inside else _minimise(problem, np.clip(start, bounds[:, 0], bounds[:, 1]))
 
 
-def _refit(job: tuple[_Problem, np.ndarray, np.ndarray]) -> np.ndarray:
+def refit(job: tuple[Problem, np.ndarray, np.ndarray]) -> np.ndarray:
     """The best optimum from a start nearby and from others anywhere."""
     problem, start, others = job
-    found = [_refine(problem, start), *(_minimise(problem, other) for other in others)]
+    found = [refine(problem, start), *(_minimise(problem, other) for other in others)]
     return min(found, key=lambda pair: pair[0])[1]
 
 
 @one_thread
-def _search(problem: _Problem, restarts: int, seed: int, processes: int) -> tuple[np.ndarray, int]:
+def _search(problem: Problem, restarts: int, seed: int, processes: int) -> tuple[np.ndarray, int]:
     """The best optimum and how many starts reached it."""
     require_int("restarts", restarts, 1)
-    starts = _uniform(np.random.default_rng(seed), restarts, problem.bounds)
-    found = _map(_minimise_job, [(problem, start) for start in starts], processes)
+    starts = uniform_starts(np.random.default_rng(seed), restarts, problem.bounds)
+    found = spread(_minimise_job, [(problem, start) for start in starts], processes)
     best = min(found, key=lambda pair: pair[0])
     bar = best[0] * (1 + SAME_OPTIMUM) + SCALE * SAME_OPTIMUM * HUBER_DELTA**2  # the second for runs without noise
-    return min(best, _refine(problem, best[1]), key=lambda pair: pair[0])[1], sum(value <= bar for value, _ in found)
+    return min(best, refine(problem, best[1]), key=lambda pair: pair[0])[1], sum(value <= bar for value, _ in found)
 
 
-def _minimise_job(job: tuple[_Problem, np.ndarray]) -> tuple[float, np.ndarray]:
+def _minimise_job(job: tuple[Problem, np.ndarray]) -> tuple[float, np.ndarray]:
     return _minimise(*job)
 
 
-def _map(function: Callable, jobs: list, processes: int) -> list:
+def spread(function: Callable, jobs: list, processes: int) -> list:
     """In order. Forked where that is safe, so that workers need not import everything again."""
     require_int("processes", processes, 1)
     if processes == 1 or len(jobs) < 2:
@@ -421,20 +421,20 @@ def _map(function: Callable, jobs: list, processes: int) -> list:
         return list(pool.map(function, jobs, chunksize=max(1, len(jobs) // (8 * processes))))
 
 
-def _uniform(rng: np.random.Generator, count: int, bounds: np.ndarray) -> np.ndarray:
+def uniform_starts(rng: np.random.Generator, count: int, bounds: np.ndarray) -> np.ndarray:
     return rng.uniform(bounds[:, 0], bounds[:, 1], (count, len(bounds)))
 
 
-def _parameters(x: np.ndarray) -> list[float]:
+def parameters_of(x: np.ndarray) -> list[float]:
     """As the law names them."""
     return [float(np.exp(value) if index in (0, 2, 4) else value) for index, value in enumerate(x)]
 
 
-def _start(law: JointLaw) -> np.ndarray:
+def start_of(law: JointLaw) -> np.ndarray:
     return np.array([np.log(law.A), law.alpha, np.log(law.B), law.beta, np.log(law.E), law.phi])
 
 
-def _report(problem: _Problem, best: np.ndarray, restarts: int, reached: int) -> dict:
+def _report(problem: Problem, best: np.ndarray, restarts: int, reached: int) -> dict:
     value, _ = problem.objective(best)
     residuals, _ = problem.jacobian(best)
     errors = problem.loss * np.expm1(residuals)
@@ -451,23 +451,23 @@ def _report(problem: _Problem, best: np.ndarray, restarts: int, reached: int) ->
     }
 
 
-def _why_not_identified(result: Bootstrap, problem: _Problem) -> str | None:
+def why_not_identified(result: Bootstrap, problem: Problem) -> str | None:
     law, (low, high) = result.law, BOX["phi"]
     if "phi" in law.at_bounds:
         return f"phi={law.phi:g} lies on the edge of the box {BOX['phi']} it was looked for in."
     lower, upper = result.interval("phi", 0.95)
     if upper - lower > (high - low) / 2:
         return f"the 95 % interval of phi, [{lower:.2f}, {upper:.2f}], covers most of the box {BOX['phi']}."
-    start = _start(law)
-    best, _ = _refine(problem, start)
+    start = start_of(law)
+    best, _ = refine(problem, start)
     for phi in (law.phi - 1, law.phi + 1):
-        moved, _ = _refine(replace(problem, phi=float(np.clip(phi, low, high))), start[:5])
+        moved, _ = refine(replace(problem, phi=float(np.clip(phi, low, high))), start[:5])
         if len(problem.loss) * np.log((moved + 1e-9) / (best + 1e-9)) < 3.84:
             return f"phi={phi:.2f} fits these runs as well as phi={law.phi:.2f} when the other parameters follow."
     return None
 
 
-def _decomposition(frame: pd.DataFrame, decomposition: str | None) -> str:
+def decomposition_of(frame: pd.DataFrame, decomposition: str | None) -> str:
     if decomposition is None:
         return "own" if isinstance(frame, pd.DataFrame) and set(COUNTS["own"]) <= set(frame) else "regression"
     if decomposition not in COUNTS:
@@ -498,21 +498,21 @@ def _read(frame: pd.DataFrame, decomposition: str | None, family: Family) -> _Ru
     tokens = _numbers(frame, "tokens", 0, "positive", is_open=True)
     loss = _numbers(frame, "val_loss", 0, "positive", is_open=True)
     budgets = _numbers(frame, "budget_flops", 0, "positive", is_open=True) if "budget_flops" in frame else None
-    once, core = _sizes(frame, family) if decomposition is None else _split(frame, decomposition, family)
+    once, core = sizes(frame, family) if decomposition is None else _split(frame, decomposition, family)
     if (once + core <= 0).any():
         raise ValueError(f"A run has no parameters{_row(frame, once + core <= 0)}: n_once + n_rec must be positive.")
     _refuse_duplicates(frame, once, core, decomposition != "own" and "d_model" in frame)
     return _Runs(once, core, r, tokens, loss, budgets)
 
 
-def _read_cells(frame: pd.DataFrame, decomposition: str, family: Family) -> tuple[_Runs, _Problem, np.ndarray]:
+def read_cells(frame: pd.DataFrame, decomposition: str, family: Family) -> tuple[_Runs, Problem, np.ndarray]:
     """Also the objective of a free phi, and each run's number of its cell of one budget and one r."""
     _require_columns(frame, ["budget_flops"])
     runs = _read(frame, decomposition, family)
     _check_size(runs, 6)
     _check_loops(runs)
     cells = np.unique(np.stack([runs.budgets, runs.r]), axis=1, return_inverse=True)[1].reshape(-1)
-    return runs, _Problem(runs.n_once, runs.n_rec, runs.r, runs.tokens, runs.loss), cells
+    return runs, Problem(runs.n_once, runs.n_rec, runs.r, runs.tokens, runs.loss), cells
 
 
 def _split(frame: pd.DataFrame, decomposition: str, family: Family) -> tuple[np.ndarray, np.ndarray]:
@@ -539,7 +539,7 @@ def _split(frame: pd.DataFrame, decomposition: str, family: Family) -> tuple[np.
     return counts[0], counts[1]
 
 
-def _sizes(frame: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
+def sizes(frame: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
     """`(N, 0)` of every run."""
     if "n_unique" in frame:
         sizes = _numbers(frame, "n_unique", 0, "positive", is_open=True)

@@ -215,7 +215,7 @@ def phi_report(
         reason = str(error)
     if "n_unique" not in frame:
         own = law.decomposition not in DECOMPOSITIONS
-        frame = frame.assign(n_unique=frame["n_once"] + frame["n_rec"] if own else fit._sizes(frame, family)[0])
+        frame = frame.assign(n_unique=frame["n_once"] + frame["n_rec"] if own else fit.sizes(frame, family)[0])
     chinchilla = {
         int(r): found
         for r, runs in frame.groupby("r")
@@ -680,9 +680,9 @@ def compare_phi(
     if not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance={tolerance} must be a number of nats, at least 0.")
     frames, notes = [frame_a, frame_b], []
-    chosen = [_named(name, fit._decomposition, frame, decomposition) for name, frame in zip(names, frames)]
+    chosen = [_named(name, fit.decomposition_of, frame, decomposition) for name, frame in zip(names, frames)]
     budgets = [
-        set(map(_budget, _named(name, fit._read_cells, frame, of, family)[0].budgets))
+        set(map(_budget, _named(name, fit.read_cells, frame, of, family)[0].budgets))
         for name, frame, of in zip(names, frames, chosen)
     ]
     if shared_budgets and budgets[0] != budgets[1]:
@@ -736,7 +736,7 @@ def _list(values: Iterable[float]) -> str:
 def _dense_runs(frame: pd.DataFrame, family: Family, by_width: bool) -> pd.DataFrame:
     """The runs at r = 1 as sorted `(budget, size, tokens, loss)`; size is the width or the parameters."""
     dense = frame[frame["r"] == 1]
-    sizes = dense["d_model"] if by_width or dense.empty else fit._sizes(dense, family)[0]
+    sizes = dense["d_model"] if by_width or dense.empty else fit.sizes(dense, family)[0]
     columns = {"budget": dense["budget_flops"].map(_budget), "size": sizes}
     columns |= {"tokens": dense["tokens"], "loss": dense["val_loss"]}
     return pd.DataFrame(columns).astype(float).sort_values(list(columns)).reset_index(drop=True)
@@ -784,7 +784,7 @@ def _joint_bootstraps(
     them among all cells of the first, and for each variant as many others as make up the number of its cells.
     """
     rng = np.random.default_rng(seed)
-    parts = [fit._read_cells(frame, law.decomposition, family) for frame, law in zip(frames, laws)]
+    parts = [fit.read_cells(frame, law.decomposition, family) for frame, law in zip(frames, laws)]
     numbers, dense = [], []
     for runs, _, cells in parts:
         numbers.append(int(cells.max()) + 1)
@@ -803,8 +803,8 @@ def _joint_bootstraps(
             weights.append(counts[cells])
         if all(runs.is_fittable(of > 0) for (runs, _, _), of in zip(parts, weights)):
             for (_, problem, _), law, of, into in zip(parts, laws, weights, jobs):
-                starts = fit._uniform(rng, random_starts, problem.bounds)
-                into.append((replace(problem, weights=of), fit._start(law), starts))
+                starts = fit.uniform_starts(rng, random_starts, problem.bounds)
+                into.append((replace(problem, weights=of), fit.start_of(law), starts))
         else:
             redrawn += 1
             if redrawn > 100 * resamples:
@@ -812,10 +812,10 @@ def _joint_bootstraps(
                 raise ValueError(f"The cells of {few} are too few to resample: add budgets or recurrence counts.")
     results = []
     for (_, problem, _), law, into, number in zip(parts, laws, jobs, numbers):
-        found = fit._map(fit._refit, into, processes)
-        draws = pd.DataFrame([fit._parameters(x) for x in found], columns=list(fit.LAW_NAMES))
+        found = fit.spread(fit.refit, into, processes)
+        draws = pd.DataFrame([fit.parameters_of(x) for x in found], columns=list(fit.LAW_NAMES))
         result = Bootstrap(law, draws, number, seed, redrawn)
-        results.append(replace(result, reason=fit._why_not_identified(result, problem)))
+        results.append(replace(result, reason=fit.why_not_identified(result, problem)))
     return tuple(results)
 
 
