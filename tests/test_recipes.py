@@ -34,9 +34,9 @@ SECTIONS = {
 
 
 def stage_of(name: str) -> str | None:
-    """The script that a recipe is for; None for the studies of `looped compare`."""
+    """The script that a recipe is for; None for the studies of `looped compare` and the sweeps of `looped sweep`."""
     values = recipe.read_yaml(name)
-    if "study" in values or "systems" in values:
+    if {"study", "systems", "cells"} & values.keys():
         return None
     if "extends" in values:
         return stage_of(values["extends"])
