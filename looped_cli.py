@@ -536,7 +536,8 @@ def phi_compare(
     as_json: AsJson = False,
 ):
     """Delta phi of OTHERS less RUNS with its interval, or why the two baselines do not allow one."""
-    from modeling_looped.scaling.report import compare_phi, read_runs, run_names
+    from modeling_looped.scaling.comparison import compare_phi, run_names
+    from modeling_looped.scaling.report import read_runs
 
     names = run_names((runs, variant), (others, other_variant))
     frames = read_runs(runs, variant), read_runs(others, other_variant)

@@ -105,31 +105,22 @@ class SweepRecipe:
     @property
     def family(self) -> Family:
         """Of the first variant; its split is what the authors used for the others too (section 3.3)."""
+        own = {**self.fields, **(next(iter(self.variants.values())) or {})}
         return Family(
             prelude=self.prelude,
             looped=self.looped,
             coda=self.coda,
-            injection=self.config(next(iter(self.variants)), 2, self.cells[0].widths[0]).injection,
-            vocab_size=self.fields["vocab_size"],
-            sequence_length=self.fields["max_position_embeddings"],
+            injection=own.get("injection", "linear"),
+            vocab_size=own["vocab_size"],
+            sequence_length=own["max_position_embeddings"],
             head_dim=self.head_dim,
         )
 
     def model(self, variant: str, r: int, width: int) -> dict:
         """Fields of a run's configuration."""
-        layers = self.prelude, self.looped // r, self.coda
-        if r == 1:  # one stack, and nothing enters again, as in `LoopedGPTConfig.iso_depth`
-            layers = 0, self.prelude + self.looped + self.coda, 0
-        return {
-            "hidden_size": width,
-            "num_attention_heads": width // self.head_dim,
-            **dict(zip(("num_prelude_layers", "num_core_layers", "num_coda_layers"), layers)),
-            "num_recurrences": r,
-            "trained_recurrences": r,
-            **self.fields,
-            **(self.variants[variant] or {}),
-            **({"injection": "none"} if r == 1 else {}),
-        }
+        own = {**self.fields, **(self.variants[variant] or {})}
+        shared = self.family.fields(width, r) | {"trained_recurrences": r}
+        return {**shared, **own, **({"injection": "none"} if r == 1 else {})}
 
     def config(self, variant: str, r: int, width: int) -> LoopedGPTConfig:
         return LoopedGPTConfig(**self.model(variant, r, width))
@@ -157,6 +148,10 @@ class SweepRun:
     def name(self) -> str:
         return f"{self.variant}-{self.budget:.3g}-r{self.r}-d{self.width}"
 
+    def key(self, recipe: SweepRecipe) -> tuple:
+        """What `_key` finds in the run's row."""
+        return self.variant, self.budget, self.r, self.width, recipe.seed
+
     def training(self, recipe: SweepRecipe) -> PretrainRecipe:
         """With steps and rates written out."""
         config = recipe.config(self.variant, self.r, self.width)
@@ -177,20 +172,14 @@ class SweepRun:
 
     def row(self, recipe: SweepRecipe, loss: float, seconds: float) -> dict:
         """The columns of a finished run (those of the reference CSV of arXiv 2604.21106's figure, and a few more)."""
-        config, training, family = recipe.config(self.variant, self.r, self.width), self.training(recipe), recipe.family
-        length = config.max_position_embeddings
-        paper, regression = (family.split(self.width, self.r, kind) for kind in ("paper", "regression"))
+        config, training = recipe.config(self.variant, self.r, self.width), self.training(recipe)
+        length, of_family = config.max_position_embeddings, recipe.family.columns(self.width, self.r)
         return {
             "variant": self.variant,
             "budget_flops": self.budget,
-            "r": self.r,
-            "s": self.width / 64,
-            "d_model": self.width,
+            **{name: round(value) if name.startswith("n_") else value for name, value in of_family.items()},
+            # The variant's own, where its injection is another.
             "n_unique": parameter_counts(config)["unique"],
-            "n_once_paper": round(float(paper[0])),
-            "n_rec_paper": round(float(paper[1])),
-            "n_once_ls": round(float(regression[0])),
-            "n_rec_ls": round(float(regression[1])),
             "flops_per_token": training_flops_per_token(config, length),
             "iterations": training.total_steps,
             "tokens": training.total_steps * training.batch_size * length,
@@ -256,7 +245,7 @@ def run_sweep(
     deadline = None if limit_minutes is None else time.monotonic() + 60 * limit_minutes
     threads = threads or max(1, (os.cpu_count() or 1) // workers)
     known = set() if have is None else set(_read_rows(Path(have)))
-    runs = [run for run in runs if _key(run.row(recipe, 0.0, 0.0)) not in known]
+    runs = [run for run in runs if run.key(recipe) not in known]
     queue = iter([run for run in runs if run in chosen])
     taking = threading.Lock()
 
@@ -280,7 +269,9 @@ def _claim(recipe: SweepRecipe, output: Path) -> SweepRecipe:
     """Keeps the recipe in `output`: a sweep is one recipe."""
     kept, text = output / SWEEP, as_yaml(_plain(recipe))
     if kept.is_file() and kept.read_text() != text:
-        raise ValueError(f"{output} holds a sweep of another recipe, {kept}: choose another folder, or go on with that file.")
+        raise ValueError(
+            f"{output} holds a sweep of another recipe, {kept}: choose another folder, or go on with that file."
+        )
     if not kept.is_file() and output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty and holds no sweep: choose a new folder.")
     output.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ from modeling_looped.scaling.allocation import compute_optimal
 from modeling_looped.scaling.figures import FIGURES, colors, frontier_figure, iso_flop_figure, prediction_figure
 from modeling_looped.scaling.fit import bootstrap, fit_chinchilla, fit_joint_law
 from modeling_looped.scaling.law import PUBLISHED, ChinchillaLaw, JointLaw
-from modeling_looped.scaling.report import UNIDENTIFIED, compare_phi, phi_report, read_runs, run_names, write_phi
+from modeling_looped.scaling.comparison import compare_phi, run_names
+from modeling_looped.scaling.report import UNIDENTIFIED, phi_report, read_runs, write_phi
 
 
 RUNS = Path(__file__).parent / "fixtures" / "iso_depth_runs.csv"  # digitised, not author data

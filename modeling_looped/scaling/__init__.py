@@ -17,6 +17,7 @@ from .allocation import (
     predicted_loss,
     unique_ratio,
 )
+from .comparison import Comparison, compare_phi
 from .family import DECOMPOSITIONS, ISO_DEPTH, Family
 from .fit import (
     Bootstrap,
@@ -40,7 +41,7 @@ from .plan import (
     residual_noise,
     simulated_interval,
 )
-from .report import Comparison, PhiReport, compare_phi, phi_report, read_runs, write_phi
+from .report import PhiReport, phi_report, read_runs, write_phi
 
 
 __all__ = [

@@ -89,8 +89,7 @@ def compute_optimal(
 
     if flops(narrowest) > budget:
         raise ValueError(
-            f"budget={budget:.4g} FLOPs is less than one token costs at the narrowest width, {narrowest:.0f}: "
-            "raise it."
+            f"budget={budget:.4g} FLOPs is less than one token costs at the narrowest width, {narrowest:.0f}: raise it."
         )
     widest, bound_by = _widest(limits, num_recurrences, family)
     most_tokens = limits.get("tokens", np.inf)
@@ -210,9 +209,7 @@ def unique_ratio(num_recurrences: int, injection: bool = True, family: Family = 
     return effective_ratio(num_recurrences, 0.0, family=family)
 
 
-def effective_ratio(
-    num_recurrences: int, phi: float, convention: str = "layers", family: Family = ISO_DEPTH
-) -> float:
+def effective_ratio(num_recurrences: int, phi: float, convention: str = "layers", family: Family = ISO_DEPTH) -> float:
     """
     The dense parameters that the law counts for a looped model, over those of the dense one of its width.
 
@@ -223,9 +220,7 @@ def effective_ratio(
         ends = family.prelude + family.coda
         looped = num_recurrences**phi * family.looped / num_recurrences
         return (ends + looped) / (ends + family.looped)
-    (once, rec), (dense_once, dense_rec) = (
-        family.split(_WITHOUT_NORMS, r, convention) for r in (num_recurrences, 1)
-    )
+    (once, rec), (dense_once, dense_rec) = (family.split(_WITHOUT_NORMS, r, convention) for r in (num_recurrences, 1))
     return float((once + num_recurrences**phi * rec) / (dense_once + dense_rec))
 
 
@@ -274,27 +269,7 @@ def family_config(width: int, num_recurrences: int, family: Family = ISO_DEPTH) 
     Raises:
         `ValueError`: where `width` is no multiple of the heads' size, or the recurrences do not divide the layers.
     """
-    if width != int(width) or width < 1 or int(width) % family.head_dim:
-        raise ValueError(f"width={width} must be a multiple of head_dim={family.head_dim}.")
-    if num_recurrences < 1 or family.looped % num_recurrences:
-        possible = [r for r in range(1, family.looped + 1) if family.looped % r == 0]
-        raise ValueError(
-            f"num_recurrences={num_recurrences} does not split the family's {family.looped} looped layers: "
-            f"choose one of {possible}."
-        )
-    width, num_recurrences = int(width), int(num_recurrences)  # a row of a table has numpy's
-    looped = num_recurrences > 1
-    return LoopedGPTConfig(
-        vocab_size=family.vocab_size,
-        hidden_size=width,
-        num_attention_heads=width // family.head_dim,
-        num_prelude_layers=family.prelude if looped else 0,
-        num_core_layers=family.looped // num_recurrences if looped else family.prelude + family.looped + family.coda,
-        num_coda_layers=family.coda if looped else 0,
-        num_recurrences=num_recurrences,
-        injection=family.injection if looped else "none",
-        max_position_embeddings=family.sequence_length,
-    )
+    return LoopedGPTConfig(**family.fields(width, num_recurrences))
 
 
 def inference_cost(

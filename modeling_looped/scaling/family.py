@@ -64,6 +64,40 @@ class Family:
         """Every r that splits the looped layers into whole layers."""
         return [r for r in range(1, self.looped + 1) if self.looped % r == 0]
 
+    def fields(self, width: int, r: int) -> dict:
+        """
+        Of the `LoopedGPTConfig` of a real model; r = 1 is one stack without injection.
+
+        Raises:
+            `ValueError`: where `width` is no multiple of the heads' size, or r does not divide the looped layers.
+        """
+        if width != int(width) or width < 1 or int(width) % self.head_dim:
+            raise ValueError(f"width={width} must be a multiple of head_dim={self.head_dim}.")
+        if r not in self.recurrences():
+            raise ValueError(
+                f"num_recurrences={r} does not split the family's {self.looped} looped layers: choose one of "
+                f"{self.recurrences()}."
+            )
+        width, r = int(width), int(r)  # a row of a table has numpy's
+        layers = (self.prelude, self.looped // r, self.coda) if r > 1 else (0, self.effective_depth, 0)
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": width,
+            "num_attention_heads": width // self.head_dim,
+            **dict(zip(("num_prelude_layers", "num_core_layers", "num_coda_layers"), layers)),
+            "num_recurrences": r,
+            "injection": self.injection if r > 1 else "none",
+            "num_lanes": self.num_lanes,
+            "max_position_embeddings": self.sequence_length,
+        }
+
+    def columns(self, width: int, r: int) -> dict:
+        """What a table of runs says of a model, besides its run: the columns that `fit` reads."""
+        counts = {"n_unique": self.n_all(width, r)}
+        for suffix, decomposition in (("paper", "paper"), ("ls", "regression")):
+            counts[f"n_once_{suffix}"], counts[f"n_rec_{suffix}"] = self.split(width, r, decomposition)
+        return {"r": r, "s": width / 64, "d_model": width, **counts, "flops_per_token": self.flops_per_token(width, r)}
+
     def n_all(self, d, r):
         """Parameters without embedding and head: matrices and norm scales, the paper's N with norms (section 2.1)."""
         d, r = _positive("width", d), _positive("r", r)

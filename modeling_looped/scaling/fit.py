@@ -137,7 +137,6 @@ class Bootstrap:
         return float(low), float(high)
 
 
-@one_thread
 def bootstrap(
     frame: pd.DataFrame,
     law: JointLaw,
@@ -176,9 +175,17 @@ def bootstrap(
                     f"The {num_cells} cells of (budget_flops, r) are too few to resample: add budgets or recurrence "
                     "counts."
                 )
+    return bootstrap_of(law, problem, jobs, int(num_cells), seed, redrawn, processes)
+
+
+@one_thread
+def bootstrap_of(
+    law: JointLaw, problem: "Problem", jobs: list, cells: int, seed: int, redrawn: int, processes: int
+) -> Bootstrap:
+    """Of resamples that are drawn: `jobs` of `refit`."""
     draws = pd.DataFrame([parameters_of(x) for x in spread(refit, jobs, processes)], columns=list(LAW_NAMES))
-    result = Bootstrap(law, draws, int(num_cells), seed, redrawn)
-    return replace(result, reason=why_not_identified(result, problem))
+    result = Bootstrap(law, draws, cells, seed, redrawn)
+    return replace(result, reason=_why_not_identified(result, problem))
 
 
 def residual_table(frame: pd.DataFrame, law: JointLaw | ChinchillaLaw, family: Family = ISO_DEPTH) -> pd.DataFrame:
@@ -265,7 +272,11 @@ def leave_one_cell_out(
     rng = np.random.default_rng(seed)
     kept = [cells != cell for cell in range(cells.max() + 1)]
     jobs = [
-        (replace(problem, weights=keep.astype(np.float64)), start_of(law), uniform_starts(rng, random_starts, problem.bounds))
+        (
+            replace(problem, weights=keep.astype(np.float64)),
+            start_of(law),
+            uniform_starts(rng, random_starts, problem.bounds),
+        )
         for keep in kept
         if runs.is_fittable(keep)
     ]
@@ -451,7 +462,7 @@ def _report(problem: Problem, best: np.ndarray, restarts: int, reached: int) -> 
     }
 
 
-def why_not_identified(result: Bootstrap, problem: Problem) -> str | None:
+def _why_not_identified(result: Bootstrap, problem: Problem) -> str | None:
     law, (low, high) = result.law, BOX["phi"]
     if "phi" in law.at_bounds:
         return f"phi={law.phi:g} lies on the edge of the box {BOX['phi']} it was looked for in."

@@ -4,13 +4,37 @@ Scaling laws as values: arXiv 2604.21106, section 3.1 of its spec. Losses in nat
     joint        the same with N = n_once + r^phi n_rec
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Self
 
 import numpy as np
 
 
+class _Law:
+    """A law to and from JSON."""
+
+    def to_dict(self) -> dict:
+        """For JSON."""
+        return {**asdict(self), "at_bounds": list(self.at_bounds)}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> Self:
+        """
+        Of `to_dict`.
+
+        Raises:
+            `ValueError`: where a parameter is missing or a name is unknown.
+        """
+        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
+        unknown = [name for name in values if name not in {field.name for field in fields(cls)}]
+        if missing or unknown:
+            what = f"lacks {', '.join(missing)}" if missing else f"has the unknown {', '.join(map(repr, unknown))}"
+            raise ValueError(f"This is no dictionary of {cls.__name__}.to_dict, it {what}.")
+        return cls(**{**values, "at_bounds": tuple(values.get("at_bounds", ()))})
+
+
 @dataclass(frozen=True)
-class ChinchillaLaw:
+class ChinchillaLaw(_Law):
     """
     The law of one architecture. Where it was fitted: `huber`, the objective at the fit (sum over runs of residuals of
     log L); `r2` on raw nats; `num_runs`; `restarts` random starts, of which `restarts_at_best` reached the fit;
@@ -33,23 +57,9 @@ class ChinchillaLaw:
         """Loss of `n` parameters (N_all) after `tokens`, broadcast."""
         return _loss(self, np.asarray(n, dtype=np.float64), tokens)
 
-    def to_dict(self) -> dict:
-        """For JSON."""
-        return _to_dict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "ChinchillaLaw":
-        """
-        Of `to_dict`.
-
-        Raises:
-            `ValueError`: where a parameter is missing or a name is unknown.
-        """
-        return _from_dict(cls, values)
-
 
 @dataclass(frozen=True)
-class JointLaw:
+class JointLaw(_Law):
     """
     The law of all recurrence counts: a core of n_rec parameters that runs r times counts as r^phi n_rec. phi = 0: more
     passes are worth nothing; phi = 1: a pass is worth as much as new layers. `decomposition` says what n_once and n_rec
@@ -84,20 +94,6 @@ class JointLaw:
         """N_eff / N: by how much the model counts for more than its parameters (section 3.5 of the spec)."""
         return self.effective(n_once, n_rec, r) / (np.asarray(n_once, dtype=np.float64) + np.asarray(n_rec))
 
-    def to_dict(self) -> dict:
-        """For JSON."""
-        return _to_dict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "JointLaw":
-        """
-        Of `to_dict`.
-
-        Raises:
-            `ValueError`: where a parameter is missing or a name is unknown.
-        """
-        return _from_dict(cls, values)
-
 
 # In full precision on the authors' project page (section 3.3 of the spec).
 PUBLISHED = JointLaw(
@@ -116,20 +112,6 @@ PUBLISHED = JointLaw(
 def _loss(law, n: np.ndarray, tokens):
     loss = law.E + law.A * n**-law.alpha + law.B * np.asarray(tokens, dtype=np.float64) ** -law.beta
     return float(loss) if np.ndim(loss) == 0 else loss
-
-
-def _to_dict(law) -> dict:
-    return {**asdict(law), "at_bounds": list(law.at_bounds)}
-
-
-def _from_dict(cls, values: dict):
-    needed = ["A", "alpha", "B", "beta", "E"] + ["phi"] * (cls is JointLaw)
-    missing = [name for name in needed if name not in values]
-    unknown = [name for name in values if name not in {field.name for field in fields(cls)}]
-    if missing or unknown:
-        what = f"lacks {', '.join(missing)}" if missing else f"has the unknown {', '.join(map(repr, unknown))}"
-        raise ValueError(f"This is no dictionary of {cls.__name__}.to_dict, it {what}.")
-    return cls(**{**values, "at_bounds": tuple(values.get("at_bounds", ()))})
 
 
 __all__ = ["PUBLISHED", "ChinchillaLaw", "JointLaw"]

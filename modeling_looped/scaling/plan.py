@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 from .allocation import _checked, _memory, compute_optimal, inference_cost, predicted_loss
 from .family import ISO_DEPTH, Family
-from .fit import HUBER_DELTA, Bootstrap, parameters_of, Problem, refine, start_of, predicted_losses
+from .fit import HUBER_DELTA, Bootstrap, Problem, parameters_of, predicted_losses, refine, start_of
 from .law import PUBLISHED, JointLaw
 
 
@@ -240,18 +240,10 @@ def _cell(law, budget, r, best, count, batch_tokens, hardware, family) -> list[d
         per_token = family.flops_per_token(width, r)
         iterations = max(1, round(budget / (per_token * batch_tokens)))
         tokens = iterations * batch_tokens
-        counts = {}
-        for suffix, decomposition in (("paper", "paper"), ("ls", "regression")):
-            counts[f"n_once_{suffix}"], counts[f"n_rec_{suffix}"] = family.split(width, r, decomposition)
         rows.append(
             {
                 "budget_flops": float(budget),
-                "r": r,
-                "s": width / 64,
-                "d_model": width,
-                "n_unique": family.n_all(width, r),
-                **counts,
-                "flops_per_token": per_token,
+                **family.columns(width, r),
                 "iterations": iterations,
                 "tokens": tokens,
                 "expected_loss": predicted_loss(law, width, tokens, r, family),
