@@ -243,12 +243,9 @@ def eval_report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a report.md that is no report.")] = False,
 ):
     """Tables with error bars, significance and baselines, and figures, of models or recurrence counts in lm-eval."""
-    from modeling_looped.eval.report import add_to_card, read_runs, write_report
+    from modeling_looped.eval.report import read_runs, write_report
 
-    runs = read_runs(results)
-    print(write_report(runs, output, reference, overwrite))
-    if card is not None:
-        print(add_to_card(runs, card, reference))
+    print(write_report(read_runs(results), output, reference, overwrite, card))
 
 
 @app.command()

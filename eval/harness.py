@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 
 import modeling_looped  # noqa: F401  registers the models
 from modeling_looped.looping import apply_loops
-from modeling_looped.recipes.scoring import Continuation, score_continuations
+from modeling_looped.recipes.scoring import Continuation, continuation_begin, score_continuations
 
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,14 @@ def token_pair(encode: Callable[[str], list[int]], context: str, continuation: s
     text begins with them, and the others, which are scored. As in lm-eval, white space at the end of `context` belongs
     to `continuation`. Where a tokenizer merges across the boundary, the merged token is scored.
     """
-    space = len(context) - len(context.rstrip())
-    whole, alone = encode(context + continuation), encode(context[: len(context) - space])
-    shared = next((i for i, (a, b) in enumerate(zip(whole, alone)) if a != b), min(len(whole), len(alone)))
-    return whole[:shared], whole[shared:]
+    whole, _, begin = _boundary(encode, context, continuation)
+    return whole[:begin], whole[begin:]
+
+
+def _boundary(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int], int]:
+    """The tokens of both together, those of the context by itself, and where the continuation begins in the first."""
+    whole, alone = encode(context + continuation), encode(context.rstrip())
+    return whole, alone, continuation_begin(whole, alone)
 
 
 @register_model("looped")
@@ -117,11 +121,13 @@ class LoopedLM(HFLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         pair = self._pairs.get((context, continuation))
         if pair is None:
-            pair = self._pairs[context, continuation] = token_pair(self.tok_encode, context, continuation)
-            if len(pair[0]) < len(self.tok_encode(context.rstrip())):
+            whole, alone, begin = _boundary(self.tok_encode, context, continuation)
+            pair = whole[:begin], whole[begin:]
+            if begin < len(alone):
                 self.merged.add((context, continuation))
-                if not pair[0]:  # nothing before: as with an empty context
-                    pair = self._pairs[context, continuation] = ([self.prefix_token_id], pair[1])
+                if begin == 0:  # nothing before: as with an empty context
+                    pair = [self.prefix_token_id], whole
+            self._pairs[context, continuation] = pair
         return pair
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:

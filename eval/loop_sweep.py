@@ -1,6 +1,5 @@
 """Which block of a trained model can run again? Each one looped without training (arXiv 2602.16490, section 4.2)."""
 
-import json
 import math
 import statistics
 import time
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_looped.interventions import executed_plan, skip
 from modeling_looped.looping import loop
+from modeling_looped.recipes.corpus import read_json_lines
 from modeling_looped.recipes.scoring import Continuation
 from modeling_looped.recipes.study import append_row, fingerprint, read_rows, versions
 
@@ -105,15 +105,7 @@ def read_items(path: str) -> list[dict]:
     """The items of a JSONL file, as `loop_sweep` takes them."""
     if not Path(path).is_file():
         raise ValueError(f"{path!r} is not a file: name a .jsonl file with a task's items.")
-    items = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            items.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg}).") from None
-    return items
+    return [item for _, item in read_json_lines(Path(path))]
 
 
 def loop_sweep(

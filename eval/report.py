@@ -393,15 +393,22 @@ def report(runs: Sequence[Run], reference: str | None = None) -> str:
 
 
 def write_report(
-    runs: Sequence[Run], output_dir: str | Path, reference: str | None = None, overwrite: bool = False
+    runs: Sequence[Run],
+    output_dir: str | Path,
+    reference: str | None = None,
+    overwrite: bool = False,
+    card: str | Path | None = None,
 ) -> Path:
     """
     Writes `report.md` and a `report_GROUP.png` for each group that can be drawn into `output_dir`, and returns the path
-    of the first. An earlier report is replaced; `overwrite` replaces any other `report.md` too.
+    of the first. An earlier report is replaced; `overwrite` replaces any other `report.md` too. The card of the
+    checkpoint `card` gets the tables as in `add_to_card`.
 
     Raises:
-        `ValueError`: where `report.md` is not one of ours, or no run has the label `reference`.
+        `ValueError`: where `report.md` is not one of ours, no run has the label `reference`, or there is no card.
     """
+    if card is not None:
+        _card_of(card)
     path = Path(output_dir) / "report.md"
     if path.exists() and not overwrite and path.read_text(encoding="utf-8", errors="replace").split("\n")[0] != MARKER:
         raise ValueError(f"{path} is no report of looped eval-report: choose another --output, or pass --overwrite.")
@@ -414,6 +421,8 @@ def write_report(
             figures[group] = f"report_{name}.png"
             figure.savefig(path.parent / figures[group], dpi=150)
     path.write_text(_text(comparison, figures), encoding="utf-8")
+    if card is not None:
+        _put_into(_card_of(card), comparison)
     return path
 
 
@@ -425,9 +434,19 @@ def add_to_card(runs: Sequence[Run], checkpoint: str | Path, reference: str | No
     Raises:
         `ValueError`: where there is no card.
     """
+    path = _card_of(checkpoint)
+    _put_into(path, Comparison(runs, reference))
+    return path
+
+
+def _card_of(checkpoint: str | Path) -> Path:
     path = Path(checkpoint) / "README.md"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: --card wants a checkpoint with a model card.")
+    return path
+
+
+def _put_into(path: Path, comparison: Comparison) -> None:
     begin, end = "<!-- evaluation: looped eval-report -->", "<!-- end of evaluation -->"
     card = path.read_text(encoding="utf-8")
     before, found, after = card.partition(begin)
@@ -436,14 +455,8 @@ def add_to_card(runs: Sequence[Run], checkpoint: str | Path, reference: str | No
     else:
         before, found, after = card.partition("## Training\n")
         after = found + after
-    body = (
-        _text(Comparison(runs, reference), {})
-        .replace(MARKER + "\n", "")
-        .replace("\n#", "\n##")
-        .replace("# E", "## E", 1)
-    )
+    body = _text(comparison, {}).removeprefix(MARKER).replace("\n#", "\n##")  # a section of the card
     path.write_text(f"{before.rstrip()}\n\n{begin}\n{body.strip()}\n{end}\n\n{after}".rstrip() + "\n", encoding="utf-8")
-    return path
 
 
 def _text(comparison: Comparison, figures: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 """Log-likelihoods of continuations: each row of tokens once, and the head only where something is read off."""
 
 import inspect
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,14 @@ class Continuation:
 
     ids: tuple[int, ...]
     begin: int
+
+
+def continuation_begin(whole: Sequence[int], context: Sequence[int]) -> int:
+    """
+    The first token of a text that its context alone does not have there: where a tokenizer merges across the boundary,
+    the merged token belongs to the continuation.
+    """
+    return len(os.path.commonprefix([whole, context]))
 
 
 @dataclass(frozen=True)

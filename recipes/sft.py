@@ -44,7 +44,7 @@ from .corpus import open_dataset, read_json_lines
 from .optimizers import fastest_dtype
 from .pretrain import check_ranks, process_state, rows_per_rank
 from .recipe import hint, parse_recipe
-from .scoring import Continuation, score_continuations
+from .scoring import Continuation, continuation_begin, score_continuations
 from .study import versions
 from .synthetic import FORMS, ChoiceItem, variable_assignment
 
@@ -721,7 +721,7 @@ def choice_scores(model, tokenizer, items, batch_size=16, shots=0, pool=(), num_
         for text in item.choices:
             tokens = tokenizer(f"{prompt} {text}")["input_ids"]
             # Where the two part, which is not always after the prompt; never before the first token, which is given.
-            begin = max(1, len(os.path.commonprefix([alone, tokens])))
+            begin = max(1, continuation_begin(tokens, alone))
             continuations.append(Continuation(tuple(tokens), begin))
     longest = max((len(continuation.ids) - 1 for continuation in continuations), default=0)
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -6,52 +6,13 @@ import random
 
 import numpy as np
 import pytest
+from test_eval_sets import AXIS_MEANS, TABLE_9
 
 from modeling_looped.eval import report as module
 from modeling_looped.eval.report import MARKER, Comparison, add_to_card, plot_group, read_runs, report, write_report
 
 
 DATE = "2026-01-02T03-04-05.{:06d}"
-# Continuation losses of arXiv 2604.21106's Table 9 at r = 1, 2, 4, 8 (specification, section 6.6).
-TABLE_9 = {
-    "parametric": {
-        "triviaqa": (3.251, 3.346, 3.381, 3.497),
-        "nq": (3.158, 3.226, 3.257, 3.393),
-        "webq": (3.079, 3.183, 3.199, 3.431),
-    },
-    "reading": {
-        "lambada": (1.910, 1.934, 1.991, 2.116),
-        "tydiqa": (0.631, 0.624, 0.564, 0.605),
-        "squadv2": (1.001, 0.990, 0.924, 1.020),
-        "drop": (1.674, 1.667, 1.630, 1.736),
-        "coqa": (1.482, 1.449, 1.427, 1.492),
-    },
-    "math": {
-        "svamp": (1.645, 1.634, 1.643, 1.540),
-        "asdiv": (1.635, 1.657, 1.675, 1.634),
-        "mawps": (1.503, 1.526, 1.532, 1.453),
-    },
-    "primitives": {
-        "induction": (1.760, 1.666, 2.208, 2.187),
-        "d0_math": (0.790, 0.816, 0.715, 0.812),
-        "d0_code": (0.891, 0.612, 0.787, 0.815),
-        "d1_math": (0.986, 1.127, 1.090, 1.123),
-        "d1_code": (1.110, 0.935, 1.142, 1.141),
-    },
-    "compositional": {
-        "dyck": (3.902, 3.419, 3.733, 3.264),
-        "wikidata": (1.737, 1.808, 1.874, 1.999),
-        "arc_easy": (1.977, 2.020, 2.010, 2.088),
-        "algorithms": (1.127, 1.127, 1.117, 1.105),
-    },
-}
-AXIS_MEANS = {
-    "parametric": (3.1627, 3.2517, 3.2790, 3.4403),
-    "reading": (1.3396, 1.3328, 1.3072, 1.3938),
-    "math": (1.5943, 1.6057, 1.6167, 1.5423),
-    "primitives": (1.1074, 1.0312, 1.1884, 1.2156),
-    "compositional": (2.1858, 2.0935, 2.1835, 2.1140),
-}
 
 
 def sample(number: int, doc: dict | None = None, target: str = "yes", **scores) -> dict:
@@ -123,8 +84,8 @@ def test_axis_means_are_those_that_the_papers_table_implies(tmp_path):
     assert list(comparison.groups) == ["five", *TABLE_9]  # the summary stands first
     summary = table(text, "five", "continuation_loss")
     assert list(summary["tiny r=8"]) == [*TABLE_9, "mean"]
-    assert summary["tiny r=8"]["parametric"].startswith("3.440 ")
-    assert table(text, "reading", "continuation_loss")["tiny r=4"]["squadv2"].startswith("0.924 ")
+    assert summary["tiny r=8"]["parametric_knowledge"].startswith("3.440 ")
+    assert table(text, "reading_comprehension", "continuation_loss")["tiny r=4"]["squadv2"].startswith("0.924 ")
 
 
 def test_cells_are_value_and_bootstrap_error_of_items(tmp_path):
