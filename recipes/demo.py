@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -74,6 +75,8 @@ def demo(
     work = _check_output(output, settings, overwrite)
     began = time.perf_counter()
     train_texts, validation_texts = split_by_name(read_texts(data) if data else standard_library())
+    if quick:
+        train_texts = train_texts[::4]  # fifty steps see a fraction of it
     if overwrite and work.exists():  # nothing is removed before everything that can be wrong has been looked at
         shutil.rmtree(output)
     work.mkdir(parents=True, exist_ok=True)
@@ -115,12 +118,14 @@ def demo(
     held_out = work / "validation.jsonl"
     _write_jsonl(held_out, validation_texts)
     cap = ["--max-tokens", str(2048 if quick else 32768)]
-    losses = json.loads(
-        _looped("eval", str(output), str(held_out), "--recurrences", f"1..{MOST_RECURRENCES}", "--json", *cap)
-    )
     prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
     sampling = ["--max-new-tokens", "96", "--temperature", "0.7", "--seed", str(seed)]
-    sample = _looped("generate", str(output), prompt, *sampling)
+    with ThreadPoolExecutor() as together:  # most of each is Python's start
+        counts = f"1..{MOST_RECURRENCES}"
+        measured = together.submit(_looped, "eval", str(output), str(held_out), "--recurrences", counts, "--json", *cap)
+        generated = together.submit(_looped, "generate", str(output), prompt, *sampling)
+        evaluated = together.submit(_evaluate, output, work / "eval", 4 if quick else 50)
+    losses, sample, runs = json.loads(measured.result()), generated.result(), evaluated.result()
     for row in losses:
         row["gflops"] = forward_flops_per_token(config, num_recurrences=row["num_recurrences"]) / 1e9
     held_out_tokens = token_stream(tokenizer, validation_texts)
@@ -140,7 +145,7 @@ def demo(
     (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     _plot(output / "loss_vs_recurrences.png", losses, metrics["unigram_nats_per_token"])
     _write_card(output, config, metrics, prompt)
-    evaluated = _evaluate(output, work / "eval", 4 if quick else 50)
+    evaluation = _evaluation_in_card(output, runs)
     print(f"\n{sample}\n")
     print("recurrences  nats/token  bits/byte  GFLOPs/token")
     for row in losses:
@@ -149,7 +154,7 @@ def demo(
             f"{row['gflops']:12.4f}"
         )
     print(f"    unigram  {metrics['unigram_nats_per_token']:10.4f}")
-    print(f"\n{evaluated}")
+    print(f"\n{evaluation}")
     print(
         f"\n{output}/ holds the checkpoint, metrics.json, loss_vs_recurrences.png and README.md. Try:\n"
         f"  looped generate {output} {json.dumps(prompt)} --recurrences 8"
@@ -209,11 +214,11 @@ def _write_jsonl(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def _evaluate(output: Path, results: Path, limit: int) -> str:
-    """Puts the reasoning primitives, which need no data, at one and all recurrences into the card. Returns what was done."""
+def _evaluate(output: Path, results: Path, limit: int) -> list | None:
+    """The reasoning primitives, which need no data, at one and all recurrences; nothing where lm-eval is missing."""
     if find_spec("lm_eval") is None:
-        return "lm-eval is not installed, so the card has no evaluation: pip install 'modeling-looped[eval]'."
-    from modeling_looped.eval.report import Comparison, add_to_card, read_runs
+        return None
+    from modeling_looped.eval.report import read_runs
 
     if results.exists():
         shutil.rmtree(results)
@@ -224,11 +229,19 @@ def _evaluate(output: Path, results: Path, limit: int) -> str:
     run = subprocess.run([sys.executable, "-m", "modeling_looped.eval", *command], capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"python -m modeling_looped.eval ended with {run.returncode}:\n{run.stderr[-2000:]}")
-    runs = read_runs([results])
+    return read_runs([results])
+
+
+def _evaluation_in_card(output: Path, runs: list | None) -> str:
+    """Returns a line for the reader."""
+    if runs is None:
+        return "lm-eval is not installed, so the card has no evaluation: pip install 'modeling-looped[eval]'."
+    from modeling_looped.eval.report import Comparison, add_to_card
+
     add_to_card(runs, output)
     found = Comparison(runs)
     losses = ", ".join(f"{found.value(run, EVALUATION, 'continuation_loss'):.3f}" for run in runs)
-    return f"{EVALUATION}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} ({limit} items a task; README.md)"
+    return f"{EVALUATION}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} (README.md)"
 
 
 def _looped(*arguments: str) -> str:
