@@ -1,0 +1,1 @@
+"""Diagnostics: see the iteration. Needs the extra `diagnostics`."""
