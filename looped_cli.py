@@ -5,6 +5,7 @@ the models and thereby imports torch, and `looped --help` should not wait for th
 
 import functools
 import json
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -34,7 +35,9 @@ phi_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(phi_app, name="phi")
-sweep_app = typer.Typer(help="The runs behind a measured phi: a queue that continues where it stopped.", no_args_is_help=True)
+sweep_app = typer.Typer(
+    help="The runs behind a measured phi: a queue that continues where it stopped.", no_args_is_help=True
+)
 app.add_typer(sweep_app, name="sweep")
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory or a Hub name.")]
@@ -47,11 +50,15 @@ def sentence_errors(command):
     def wrapper(*args, **kwargs):
         try:
             return command(*args, **kwargs)
+        except BrokenPipeError:  # whoever read has had enough, as `head` has
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError, FloatingPointError) as error:
             typer.secho(f"looped: {error}", fg="red", err=True)
             raise typer.Exit(2) from None
         except ModuleNotFoundError as error:
-            extras = "scaling" if error.name in ("scipy", "pandas", "threadpoolctl") else "train,eval"
+            extras = {"scipy": "scaling", "threadpoolctl": "scaling", "pandas": "scaling,diagnostics"}.get(
+                error.name, "train,eval"
+            )
             typer.secho(f"looped: {error.name} is missing: pip install 'modeling-looped[{extras}]'", fg="red", err=True)
             raise typer.Exit(2) from None
 
@@ -85,7 +92,8 @@ def _main(
 def demo(
     output_dir: Annotated[str, typer.Argument(help="Where the checkpoint, its card and its figure go.")],
     data: Annotated[
-        str | None, typer.Option(help="A .jsonl (field text) or text file, or a data set name. Default: Python's library.")
+        str | None,
+        typer.Option(help="A .jsonl (field text) or text file, or a data set name. Default: Python's library."),
     ] = None,
     size: Annotated[str, typer.Option(help="tiny, small, medium or large.")] = "tiny",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of the size's own.")] = None,
@@ -102,14 +110,20 @@ def demo(
 @app.command()
 @sentence_errors
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe .yaml, or the name of a bundled one.")] = "compare_depth_reuse",
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe .yaml, or the name of a bundled one.")
+    ] = "compare_depth_reuse",
     output_dir: Annotated[str, typer.Argument(help="Where checkpoints go.")] = "compare-output",
     train_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
     validation_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
     limit_minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same call continues.")] = None,
-    plot_only: Annotated[bool, typer.Option("--plot-only", help="Figure and table of the rows that are there.")] = False,
+    plot_only: Annotated[
+        bool, typer.Option("--plot-only", help="Figure and table of the rows that are there.")
+    ] = False,
     systems: Annotated[str | None, typer.Option(help="Of a study of growing: only these, such as midas,lidas.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Of a study of growing: instead of the recipe's, such as 0,1.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Of a study of growing: instead of the recipe's, such as 0,1.")
+    ] = None,
 ):
     """
     Train models on the same tokens, a CSV row for each run, and a figure: those that reuse layers against the dense one
@@ -184,7 +198,9 @@ def _load(checkpoint: str, **overrides):
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    recurrences: Annotated[int | None, typer.Option(help="Passes over the core; the checkpoint's own by default.")] = None,
+    recurrences: Annotated[
+        int | None, typer.Option(help="Passes over the core; the checkpoint's own by default.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 writes the most likely text.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
@@ -206,8 +222,12 @@ def generate(
 def evaluate(
     checkpoint: Checkpoint,
     file: Annotated[str, typer.Argument(help="A .jsonl (field text) or text file, or a data set name.")],
-    recurrences: Annotated[str | None, typer.Option(help="4, or 1,2,4, or 1..8; the checkpoint's own by default.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")] = None,
+    recurrences: Annotated[
+        str | None, typer.Option(help="4, or 1,2,4, or 1..8; the checkpoint's own by default.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 8,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after so many tokens.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -238,7 +258,9 @@ def evaluate(
 def eval_report(
     results: Annotated[list[str], typer.Argument(help="Results of lm-eval: files, or folders with results_*.json.")],
     output: Annotated[str, typer.Option(help="The folder for report.md and the figures.")] = "eval-report",
-    reference: Annotated[str | None, typer.Option(help="Label of the run to compare with; the first by default.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Label of the run to compare with; the first by default.")
+    ] = None,
     card: Annotated[str | None, typer.Option(help="A checkpoint: its card gets the groups' tables too.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a report.md that is no report.")] = False,
 ):
@@ -253,7 +275,9 @@ def eval_report(
 def contamination(
     file: Annotated[str, typer.Argument(help="Training text, as for eval.")],
     tasks: Annotated[str, typer.Option(help="Names and patterns of this package's tasks, such as 'looped_nine_*'.")],
-    data_dir: Annotated[list[str] | None, typer.Option(help="As for python -m modeling_looped.eval; repeatable.")] = None,
+    data_dir: Annotated[
+        list[str] | None, typer.Option(help="As for python -m modeling_looped.eval; repeatable.")
+    ] = None,
     ngram: Annotated[int, typer.Option(min=1, help="Words that an item and the text have to share.")] = 13,
 ):
     """How many items of TASKS have words in a row that FILE has too."""
@@ -274,8 +298,12 @@ def contamination(
 def exits(
     checkpoint: Checkpoint,
     file: Annotated[str, typer.Argument(help="As for eval.")],
-    max_recurrences: Annotated[int | None, typer.Option(help="The deepest exit; the checkpoint's own depth by default.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")] = None,
+    max_recurrences: Annotated[
+        int | None, typer.Option(help="The deepest exit; the checkpoint's own depth by default.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 8,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after so many tokens.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -305,7 +333,9 @@ def loop_sweep(
     length: Annotated[int, typer.Option(min=1, help="Layers of the block.")] = 4,
     repeats: Annotated[str, typer.Option(help="Additional passes, such as 1,2 or 1..4.")] = "1,2",
     starts: Annotated[str | None, typer.Option(help="First layers, such as 0,4,8; all by default.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Window in tokens; the training length by default.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after so many tokens of FILE.")] = None,
     max_items: Annotated[int | None, typer.Option(min=1, help="Of each task, only so many.")] = None,
     results: Annotated[str, typer.Option(help="A CSV; the same call adds the rows that it lacks.")] = "sweep.csv",
@@ -331,9 +361,15 @@ def loop_sweep(
 @app.command()
 @sentence_errors
 def flops(
-    config_or_checkpoint: Annotated[str, typer.Argument(help="A checkpoint, a folder with a config.json, or a Hub name.")],
-    recurrences: Annotated[str | None, typer.Option(help="4, or 1,2,4, or 1..8; the configured one by default.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="In tokens; the training length by default.")] = None,
+    config_or_checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, a folder with a config.json, or a Hub name.")
+    ],
+    recurrences: Annotated[
+        str | None, typer.Option(help="4, or 1,2,4, or 1..8; the configured one by default.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="In tokens; the training length by default.")
+    ] = None,
 ):
     """Parameters by part, FLOPs per token and key-value cache bytes."""
     from transformers import AutoConfig
@@ -399,7 +435,9 @@ def loop_layers(
 def unroll_layers(
     checkpoint: Checkpoint,
     output: Output,
-    recurrences: Annotated[int | None, typer.Option(help="Passes of a GrownLlama; the checkpoint's by default.")] = None,
+    recurrences: Annotated[
+        int | None, typer.Option(help="Passes of a GrownLlama; the checkpoint's by default.")
+    ] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
 ):
@@ -417,7 +455,9 @@ def grow_layers(
     output: Output,
     operator: Annotated[str, typer.Option(help="midas or lidas.")] = "lidas",
     block_size: Annotated[int, typer.Option(min=1, help="Layers that one growth adds.")] = 4,
-    layers: Annotated[int | None, typer.Option(min=1, help="Grow until there are so many; one growth by default.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Grow until there are so many; one growth by default.")
+    ] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
 ):
@@ -440,12 +480,18 @@ def sweep_run(
     limit_minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same call continues.")] = None,
     only: Annotated[list[int] | None, typer.Option(help="Numbers of runs, as status has them; repeatable.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Failed runs too.")] = False,
-    launcher: Annotated[str, typer.Option(help="In front of each run, such as 'accelerate launch --num_processes 2'.")] = "",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of each run; the cores divided by the workers by default.")] = None,
+    launcher: Annotated[
+        str, typer.Option(help="In front of each run, such as 'accelerate launch --num_processes 2'.")
+    ] = "",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of each run; the cores divided by the workers by default.")
+    ] = None,
     train_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
     validation_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
     have: Annotated[str | None, typer.Option(help="A CSV of collect: its runs are not run again.")] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Print a SLURM array script for these runs, and run none.")] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Print a SLURM array script for these runs, and run none.")
+    ] = False,
 ):
     """Train what is left of a sweep over budgets, recurrences, widths and variants."""
     from modeling_looped.recipes.sweep import run_sweep, slurm_array
@@ -457,7 +503,9 @@ def sweep_run(
     finished = run_sweep(
         recipe, output, workers, limit_minutes, only or (), retry, launcher, threads, have=have, **texts
     )
-    print("All runs are finished." if finished else f"Not all runs are finished: looped sweep status {output} has them.")
+    print(
+        "All runs are finished." if finished else f"Not all runs are finished: looped sweep status {output} has them."
+    )
 
 
 @sweep_app.command(name="status")
@@ -473,7 +521,9 @@ def sweep_status_command(output: SweepOutput):
 @sentence_errors
 def sweep_collect(
     output: SweepOutput,
-    destination: Annotated[str, typer.Option("--output", help="A CSV for looped phi; rows that it has stay.")] = "runs.csv",
+    destination: Annotated[
+        str, typer.Option("--output", help="A CSV for looped phi; rows that it has stay.")
+    ] = "runs.csv",
 ):
     """Finished runs as a CSV."""
     from modeling_looped.recipes.sweep import collect_sweep
@@ -484,7 +534,9 @@ def sweep_collect(
 Runs = Annotated[str, typer.Argument(help="A CSV with budget_flops, r, d_model, tokens, val_loss, a row a run.")]
 Decomposition = Annotated[
     str | None,
-    typer.Option(help="regression or paper, which differ in what runs once; own: n_once, n_rec. Default: own if there."),
+    typer.Option(
+        help="regression or paper, which differ in what runs once; own: n_once, n_rec. Default: own if there."
+    ),
 ]
 Restarts = Annotated[int, typer.Option(min=1, help="Random starts of every fit; one in seven reaches the best one.")]
 Resamples = Annotated[int, typer.Option(min=2, help="Of the block bootstrap.")]
@@ -505,7 +557,9 @@ def phi_fit(
     seed: Seed = 0,
     processes: Processes = 1,
     as_json: AsJson = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files in OUTPUT that are no phi report's.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files in OUTPUT that are no phi report's.")
+    ] = False,
 ):
     """Fit the joint law to RUNS: phi with its interval, tables, phi.json and figures. The same as looped phi RUNS."""
     from modeling_looped.scaling.report import read_runs, write_phi
@@ -525,14 +579,16 @@ def phi_compare(
     other_variant: Annotated[str | None, typer.Option(help="Of OTHERS, where it has several.")] = None,
     decomposition: Decomposition = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Nats that losses at r = 1 may differ by.")] = 0.005,
-    shared_budgets: Annotated[bool, typer.Option("--shared-budgets", help="Leave out budgets that one of them lacks.")] = False,
+    shared_budgets: Annotated[
+        bool, typer.Option("--shared-budgets", help="Leave out budgets that one of them lacks.")
+    ] = False,
     restarts: Restarts = 500,
     resamples: Resamples = 200,
     seed: Seed = 0,
     processes: Processes = 1,
     as_json: AsJson = False,
 ):
-    """Delta phi of OTHERS less RUNS with its interval, or why the two baselines do not allow one."""
+    """Delta phi of OTHERS less RUNS with its interval, or, with exit code 1, why the two baselines do not allow one."""
     from modeling_looped.scaling.comparison import compare_phi, run_names
     from modeling_looped.scaling.report import read_runs
 
@@ -541,6 +597,44 @@ def phi_compare(
     fits = {"restarts": restarts, "resamples": resamples, "seed": seed, "processes": processes}
     comparison = compare_phi(*frames, decomposition, tolerance, shared_budgets, names=names, **fits)
     print(comparison.to_json() if as_json else comparison.text(), end="")
+    if comparison.delta is None:
+        raise typer.Exit(1)
+
+
+@app.command()
+@sentence_errors
+def diagnose(
+    checkpoints: Annotated[list[str], typer.Argument(help="Folders or names on the Hub.")],
+    out: Annotated[str, typer.Option(help="The folder for index.html and the CSVs.")] = "diagnosis",
+    compare: Annotated[bool, typer.Option("--compare", help="Several on one page, side by side.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few and short texts.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="As much as the papers: hours on a small machine. Trains a tuned lens.")
+    ] = False,
+    data: Annotated[str | None, typer.Option(help="Texts, as for demo; the demo's by default.")] = None,
+    num_recurrences: Annotated[int | None, typer.Option("--recurrences", min=1, help="Passes over the core.")] = None,
+    block: Annotated[
+        int | None, typer.Option(min=1, help="Layers of a block, where no loop and no growth says it.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Measurements, by name; repeatable. All by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that holds other files.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Of models from the Hub.")] = False,
+):
+    """
+    What each executed layer does: residual stream, skip effects, depth score, lens, order, gates, fixed points. One page
+    that opens without a network, and CSVs.
+    """
+    from modeling_looped.diagnostics.report import diagnose as run_diagnose
+
+    if quick and full:
+        raise typer.BadParameter("--quick and --full exclude each other.")
+    if len(checkpoints) > 1 and not compare:
+        raise typer.BadParameter("several checkpoints share a page with --compare; without it, name one.")
+    effort = "quick" if quick else "full" if full else "default"
+    page = run_diagnose(
+        checkpoints, out, effort, data, num_recurrences, block, only, overwrite, trust_remote_code=trust_remote_code
+    )
+    print(f"{page} shows what was measured; the numbers are in {page.parent / 'csv'}.")
 
 
 @app.command()
@@ -550,7 +644,9 @@ def advise(
     memory: Annotated[float | None, typer.Option(help="GB (1e9 bytes) for weights and key-value cache.")] = None,
     inference_tokens: Annotated[float, typer.Option(min=0, help="Tokens to be served, at a full context each.")] = 0,
     recurrences: Annotated[str, typer.Option(help="1,2,4,8 or 1..2: counts that split the looped layers.")] = "1,2,4,8",
-    runs: Annotated[str | None, typer.Option(help="A CSV of your runs, for a law of their own; the paper's by default.")] = None,
+    runs: Annotated[
+        str | None, typer.Option(help="A CSV of your runs, for a law of their own; the paper's by default.")
+    ] = None,
     variant: Annotated[str | None, typer.Option(help="Of the CSV's column variant, where it has several.")] = None,
     max_tokens: Annotated[float | None, typer.Option(help="Data there is to train on.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens in the cache of each sequence.")] = 2048,

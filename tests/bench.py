@@ -1,6 +1,7 @@
 """
 `make bench`: what depth costs. LoopedGPT against a transformers Llama that executes as many layers of as many weights,
-RecurrentGPT at isoFLOPS against its dense twin, and the training loop of the recipes against a bare one.
+RecurrentGPT at isoFLOPS against its dense twin, the training loop of the recipes against a bare one, and the phi
+laboratory's fit.
 
 Pairs run in turn, A B A B ..., and ratios are of medians, so that a machine whose speed drifts says the same. No test
 asserts a timing.
@@ -29,6 +30,7 @@ from modeling_looped.recipes.pretrain import PretrainRecipe, RunOptions, pretrai
 
 VOCAB = 8192
 CONFIGURATION = Path(__file__).resolve().parents[1] / "configuration"
+RUNS = Path(__file__).resolve().parent / "fixtures" / "iso_depth_runs.csv"
 
 
 def looped(width: int) -> PreTrainedModel:
@@ -317,6 +319,21 @@ def evaluation(arguments: argparse.Namespace) -> None:
     )
 
 
+def phi_laboratory(restarts: int = 500, resamples: int = 200, processes: int = 2) -> None:
+    """The joint law of the published runs and its block bootstrap."""
+    from modeling_looped.scaling import bootstrap, fit_joint_law, read_runs
+
+    frame = read_runs(RUNS)
+    began = now()
+    law = fit_joint_law(frame, restarts=restarts, processes=processes)
+    fitted = now()
+    low, high = bootstrap(frame, law, resamples=resamples, processes=processes).interval()
+    print(
+        f"phi of {RUNS.name}, {processes} processes: {restarts} restarts {fitted - began:.1f} s   {resamples} refits "
+        f"{now() - fitted:.1f} s   phi {law.phi:.3f} [{low:.3f}, {high:.3f}]"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--widths", type=int, nargs="*", default=[256, 640], help="of LoopedGPT against Llama")
@@ -331,6 +348,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--checkpoint", help="of a looped model, such as demo-output: times lm-eval at several counts")
     parser.add_argument("--limit", type=int, default=200, help="items of each of lm-eval's tasks")
+    parser.add_argument("--no-phi", dest="phi", action="store_false")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.widths:
@@ -341,6 +359,8 @@ def main() -> None:
         training(arguments)
     if arguments.checkpoint:
         evaluation(arguments)
+    if arguments.phi:
+        phi_laboratory()
 
 
 def looped_against_llama(arguments: argparse.Namespace) -> None:

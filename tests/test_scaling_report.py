@@ -324,7 +324,7 @@ def test_phi_compare_finds_nothing_in_a_file_against_itself(runs, tmp_path):
     lower = tmp_path / "lower.csv"
     runs[runs["budget_flops"] < 1e19].to_csv(lower, index=False)
     code, printed, _ = invoke("compare", RUNS, lower, "--json")
-    assert code == 0 and "Only iso_depth_runs has runs at C = 1e19" in json.loads(printed)["void"][0]
+    assert code == 1 and "Only iso_depth_runs has runs at C = 1e19" in json.loads(printed)["void"][0]
 
 
 def doubled(frame):

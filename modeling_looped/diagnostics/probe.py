@@ -234,7 +234,8 @@ class Probe:
             if edit is not None:
                 hooks += [module.register_forward_hook(after(edit)) for module in modules]
         device = self.device
-        # With `output_recurrences`, passes that no token takes (Mixture-of-Recursions) run too: depths stay comparable.
+        # With `output_recurrences`, passes that no token takes (Mixture-of-Recursions) run too: depths stay comparable,
+        # and tokens that sit a pass out are measured in it as if they took part.
         asked = {"num_recurrences": self.num_recurrences, "output_recurrences": True} if self.is_looped else {}
         # A whole mask is left out, so that attention may take its fast path; a row in a batch is the row alone.
         padded = not bool(rows.mask.all())

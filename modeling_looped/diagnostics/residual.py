@@ -54,7 +54,9 @@ class ResidualStatistics(Measurement):
 
         columns = {name: getattr(self, name) for name in (*_NORMS, *_COSINES, *(f"{name}_max" for name in _NORMS))}
         depth = len(self.norm)
-        frame = pd.DataFrame({name: np.append(values, [np.nan] * (depth - len(values))) for name, values in columns.items()})
+        frame = pd.DataFrame(
+            {name: np.append(values, [np.nan] * (depth - len(values))) for name, values in columns.items()}
+        )
         frame.insert(0, "position", range(depth))
         return frame
 

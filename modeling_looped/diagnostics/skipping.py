@@ -59,7 +59,11 @@ class SkipEffects(Measurement):
         depth = len(self.effect)
         pairs = [(s, l) for s in range(depth) for l in range(s + 1, depth)]
         return pd.DataFrame(
-            {"skipped": [s for s, _ in pairs], "layer": [l for _, l in pairs], "effect": [self.effect[p] for p in pairs]}
+            {
+                "skipped": [s for s, _ in pairs],
+                "layer": [l for _, l in pairs],
+                "effect": [self.effect[p] for p in pairs],
+            }
         )
 
     def plot(self, ax, label=None, color="#1f5fa8"):
