@@ -44,6 +44,13 @@ def style(ax, xlabel: str, ylabel: str, boundaries=()) -> None:
         ax.axvline(boundary - 0.5, color="0.5", alpha=0.35, linewidth=0.8, zorder=0)
 
 
+def show_small_changes(ax, changes: np.ndarray) -> None:
+    """A scale that is logarithmic beyond most of the `changes`, where a few are so large that the others would vanish."""
+    sizes = np.abs(changes[np.isfinite(changes)])
+    if len(sizes) and sizes.max() > 20 * np.median(sizes) > 0:
+        ax.set_yscale("symlog", linthresh=3 * float(np.median(sizes)), linscale=2)
+
+
 def heatmap(ax, values: np.ndarray, xlabel: str, ylabel: str, boundaries=(), low=0.0, high=1.0, colorbar=True) -> None:
     """`values` as an image, entries that are NaN left blank, with lines where blocks end."""
     image = ax.imshow(np.ma.masked_invalid(values), vmin=low, vmax=high, cmap="viridis", aspect="auto")

@@ -140,7 +140,7 @@ class Probe:
 
     Attributes:
         depth (`int`): Number of executed layers.
-        order (`list[int]`): The unique layer at each executed position, numbered by first execution.
+        order (`list[int]`): The unique layer at each executed position, by its place in `layers`.
         boundaries (`list[int]`): Positions at which a prelude, a pass over the core, or a grown block ends.
 
     Raises:
@@ -180,7 +180,18 @@ class Probe:
 
     @property
     def is_gated(self) -> bool:
-        return getattr(self.model.config, "gate", "none") != "none"
+        config = self.model.config
+        return getattr(config, "gate", "none") != "none" and config.num_core_layers > 0
+
+    def rows_at_once(self, batch_size: int) -> int:
+        """
+        `batch_size`, but one for a model whose tokens can sit a pass out (Mixture-of-Recursions): they attend to nothing
+        in it, and what attention then says, which is thrown away, depends on the padding.
+        """
+        return 1 if hasattr(self.model.config, "routing") else batch_size
+
+    def batches(self, rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[Rows]:
+        return batches(rows, self.rows_at_once(batch_size))
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of states that `norm` has been through, in fp32, the soft cap of a model that has one included."""
@@ -234,8 +245,7 @@ class Probe:
             if edit is not None:
                 hooks += [module.register_forward_hook(after(edit)) for module in modules]
         device = self.device
-        # With `output_recurrences`, passes that no token takes (Mixture-of-Recursions) run too: depths stay comparable,
-        # and tokens that sit a pass out are measured in it as if they took part.
+        # With `output_recurrences`, passes that no token takes (Mixture-of-Recursions) run too: depths stay comparable.
         asked = {"num_recurrences": self.num_recurrences, "output_recurrences": True} if self.is_looped else {}
         # A whole mask is left out, so that attention may take its fast path; a row in a batch is the row alone.
         padded = not bool(rows.mask.all())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 
 from .gates import gate_attribution, gate_interventions, gate_statistics, projection_contrast, token_difficulty
@@ -26,6 +27,7 @@ from .weights import block_similarity, growth_ancestry
 
 
 MADE_BY = "looped diagnose"
+LENS_TOKENS = 8192  # of a step of training a tuned lens
 CORPUS = "the demo's held-out texts, of the Python standard library"
 
 
@@ -60,6 +62,7 @@ class Subject:
     name: str
     probe: Probe
     rows: list[list[int]]
+    lens_rows: list[list[int]]
     effort: Effort
     texts: str
     block: int | None
@@ -67,7 +70,10 @@ class Subject:
 
     @property
     def is_looped(self) -> bool:
-        return self.probe.is_looped and self.probe.model.config.plan(self.probe.num_recurrences).passes > 0
+        """Whether there are passes to compare: not of a family that could loop and does not."""
+        config = self.probe.model.config
+        passes = config.plan(self.probe.num_recurrences).passes if self.probe.is_looped else 0
+        return passes > 0 and max(passes, config.trained_recurrences) > 1
 
     @property
     def residual(self):
@@ -92,7 +98,10 @@ class Subject:
 def _lens(subject: Subject):
     if not subject.effort.lens_steps:
         return lens_statistics(subject.probe, subject.rows)
-    lens = train_tuned_lens(subject.probe, subject.rows, steps=subject.effort.lens_steps, progress=False)
+    if not subject.lens_rows:
+        raise ValueError("no texts are left to train a tuned lens on: give more with --data.")
+    settings = {"steps": subject.effort.lens_steps, "tokens_per_step": LENS_TOKENS}
+    lens = train_tuned_lens(subject.probe, subject.lens_rows, progress=False, **settings)
     return lens_statistics(subject.probe, subject.rows, lens)
 
 
@@ -103,13 +112,13 @@ def _period(subject: Subject):
 
 
 def _orders(subject: Subject):
-    return order_curves(subject.probe.model, held_out_loss(subject.rows), num_recurrences=subject.probe.num_recurrences)
+    return order_curves(subject.probe, held_out_loss(subject.rows))
 
 
 def _repeats(subject: Subject):
     # A dense stack gets blocks of a sixth of its depth, as the paper's 24 layers have blocks of four.
     block = subject.block or max(1, subject.probe.depth // 6)
-    return repeat_curves(subject.probe.model, held_out_loss(subject.rows), block, times=(1, 2))
+    return repeat_curves(subject.probe, held_out_loss(subject.rows), block, times=(1, 2))
 
 
 @dataclass(frozen=True)
@@ -226,15 +235,18 @@ def _checked_folder(folder: Path, overwrite: bool) -> Path:
 
 
 def _short_names(checkpoints: Sequence[str]) -> list[str]:
-    """As few of the last parts of the paths as tell them apart."""
+    """As few of the paths' parts as tell them apart, without the step where that does not."""
     parts = [Path(checkpoint).parts or (checkpoint,) for checkpoint in checkpoints]
+    while all(len(path) > 1 for path in parts) and (
+        all(re.fullmatch(r"(step|checkpoint)-\d+", path[-1]) for path in parts)
+        or (len(parts) > 1 and len({path[-1] for path in parts}) == 1)
+    ):
+        parts = [path[:-1] for path in parts]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(path[-depth:]) for path in parts]
         if len(set(names)) == len(names):
-            break
-    else:
-        raise ValueError(f"A checkpoint is named twice: {', '.join(checkpoints)}.")
-    return [re.sub(r"[^\w.+-]+", "-", name).strip("-") or "checkpoint" for name in names]
+            return [re.sub(r"[^\w.+-]+", "-", name).strip("-") or "checkpoint" for name in names]
+    raise ValueError(f"These checkpoints cannot be told apart by their paths: {', '.join(checkpoints)}.")
 
 
 def _subject(
@@ -263,16 +275,18 @@ def _subject(
         tokenizer = None
     if tokenizer is None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        rows, texts = random_rows(vocabulary, effort.texts, length, seed=0), "random token ids: there is no tokenizer"
+        rows, texts = (
+            random_rows(vocabulary, 4 * effort.texts, length, seed=0),
+            "random token ids: there is no tokenizer",
+        )
     else:
-        named = read_texts(data) if data else iter(split_by_name(standard_library())[1])
-        documents = (document[1] if isinstance(document, tuple) else document for document in named)
-        chosen = [text for text, _ in zip(documents, range(4 * effort.texts))]
-        rows = encode(tokenizer, chosen, length)[: effort.texts]
-        texts = data or CORPUS
+        documents = (text for _, text in read_texts(data)) if data else iter(split_by_name(standard_library())[1])
+        read = list(islice(documents, 8 * effort.texts))
+        rows, texts = encode(tokenizer, read, length), data or CORPUS
         if not rows:
-            raise ValueError(f"--data {data!r} has no text of at least 16 tokens among its first {len(chosen)}.")
-    return Subject(name, probe, rows, effort, texts, block or _block(probe))
+            raise ValueError(f"--data {texts!r} has no text of at least 16 tokens among its first {len(read)}.")
+    rows, lens_rows = rows[: effort.texts], rows[effort.texts :]
+    return Subject(name, probe, rows, lens_rows, effort, texts, block or _block(probe))
 
 
 def _block(probe: Probe) -> int | None:
@@ -333,7 +347,7 @@ def _page(subjects: Sequence[Subject], entries: Sequence[Entry], found: dict, ef
                     "reading": first.reading,
                     "figures": _figures(made, [s.name for s in subjects]),
                     "numbers": [(name if len(subjects) > 1 else "", of.headline()) for name, of in made.items()],
-                    "files": [(name, f"csv/{name}/{entry.name}.csv") for name in made],
+                    "files": [(f"{name}/{entry.name}.csv", f"csv/{name}/{entry.name}.csv") for name in made],
                 }
             )
     template = files("modeling_looped.diagnostics").joinpath("page.html.jinja").read_text(encoding="utf-8")
@@ -394,8 +408,8 @@ def _figure():
         "xtick.color": _INK,
         "ytick.color": _INK,
     }
-    with matplotlib.rc_context({**ink, "svg.fonttype": "none", "svg.hashsalt": MADE_BY, "font.size": 10}):
-        figure = Figure(figsize=(_WIDTH, 3.2), layout="constrained")
+    with matplotlib.rc_context({**ink, "svg.fonttype": "none", "svg.hashsalt": MADE_BY, "font.size": 12}):
+        figure = Figure(figsize=(_WIDTH, 3.4), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
         ax = figure.subplots()

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 
 from .measurement import Measurement, style
-from .probe import Probe, batches
+from .probe import Probe
 
 
 SMALLEST = 1e-6  # of a norm that something is divided by
@@ -98,6 +97,8 @@ class Contributions(Measurement):
         if label is None:
             ax.plot(places, found.mlp, color="0.55", linewidth=1.2, label="MLP")
             ax.legend(frameon=False, fontsize=8)
+        if found.attention.max() > 10 * np.median(found.attention):
+            ax.set_yscale("log")  # in front of the first layer, the stream is an embedding, and often small
         style(ax, "executed layer", "contribution / stream", found.boundaries)
 
     def headline(self):
@@ -118,7 +119,7 @@ def residual_statistics(
     sums: dict[str, np.ndarray] = {name: np.zeros(probe.depth + (name == "norm")) for name in (*_NORMS, *_COSINES)}
     largest = {name: np.zeros_like(sums[name]) for name in _NORMS}
     tokens = 0
-    for batch in batches(rows, batch_size):
+    for batch in probe.batches(rows, batch_size):
         mask = batch.mask.to(probe.device)
         tokens += int(mask.sum())
         parts = {}

@@ -38,7 +38,6 @@ class SkipEffects(Measurement):
         part: What is left out: `"layer"`, `"attention"` or `"mlp"`.
     """
 
-    title = "What a layer does for later ones"
     reading = (
         "Row: the layer that is left out on earlier tokens. Column: a later layer, and how much what it adds at later "
         "tokens changes. A bright column is a layer that reads what many before it wrote."
@@ -52,6 +51,12 @@ class SkipEffects(Measurement):
     part: str
     boundaries: list[int] = field(default_factory=list)
     texts: int = 0
+
+    @property
+    def title(self) -> str:
+        part = "a layer" if self.part == "layer" else f"a layer's {self.part}"
+        what = {"future": "on all that follows", "local": "on each later layer alone", "current": "on the same tokens"}
+        return f"Effect of leaving out {part} {what[self.reach]}"
 
     def to_frame(self):
         import pandas as pd
@@ -282,7 +287,7 @@ def depth_score(
     """
     Args:
         rows, boundaries: As for `skip_effects`. The paper's boundaries are offsets into an answer
-            (`texts.MathProblems`, `texts.multi_hop_questions`).
+            (`texts.math_problems`, `texts.multi_hop_questions`).
         groups: A name for each text, such as its level; the score is then the mean of the groups' scores.
     """
     probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
