@@ -73,6 +73,8 @@ GPT2 = {
 }
 MODELS = {
     "llama": from_transformers("llama"),
+    "mistral": from_transformers("mistral"),
+    "qwen2": from_transformers("qwen2"),
     "qwen3": from_transformers("qwen3"),
     "gemma": from_transformers("gemma"),
     "gemma2": from_transformers("gemma2"),
