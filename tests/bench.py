@@ -334,6 +334,22 @@ def phi_laboratory(restarts: int = 500, resamples: int = 200, processes: int = 2
     )
 
 
+def skip_effects_over_depth(prompts: int = 10, tokens: int = 160, width: int = 256) -> None:
+    """Seconds of the skip effects of stacks of two depths: four times as long for twice the layers is E^2."""
+    from modeling_looped import GrownLlamaConfig, GrownLlamaForCausalLM
+    from modeling_looped.diagnostics import Probe, skip_effects
+
+    rows = [[(7 * place + number) % 2000 for place in range(tokens)] for number in range(prompts)]
+    shape = {"vocab_size": 2048, "hidden_size": width, "intermediate_size": 688, "num_attention_heads": width // 64}
+    for layers in (12, 24):
+        model = GrownLlamaForCausalLM(GrownLlamaConfig(**shape, depth_plan=f"{layers}x1"))
+        probe = Probe(model)
+        for reach in ("local", "future"):
+            began = now()
+            skip_effects(probe, rows, reach=reach)
+            print(f"{reach} skip effects, {layers} layers, width {width}, {prompts} prompts: {now() - began:.1f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--widths", type=int, nargs="*", default=[256, 640], help="of LoopedGPT against Llama")
@@ -349,6 +365,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="of a looped model, such as demo-output: times lm-eval at several counts")
     parser.add_argument("--limit", type=int, default=200, help="items of each of lm-eval's tasks")
     parser.add_argument("--no-phi", dest="phi", action="store_false")
+    parser.add_argument("--skip-effects", action="store_true", help="of diagnostics, at two depths: minutes")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.widths:
@@ -361,6 +378,8 @@ def main() -> None:
         evaluation(arguments)
     if arguments.phi:
         phi_laboratory()
+    if arguments.skip_effects:
+        skip_effects_over_depth()
 
 
 def looped_against_llama(arguments: argparse.Namespace) -> None:
