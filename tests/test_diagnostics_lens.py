@@ -237,6 +237,7 @@ def test_statistics_have_a_figure_a_table_and_a_sentence():
 # Training
 
 
+@pytest.mark.slow
 def test_training_brings_every_index_nearer_to_the_output_of_held_out_texts(trained):
     held_out = periodic_rows(40, 10_000)
     logit = lens_statistics(trained, held_out)
@@ -321,6 +322,7 @@ lens.train_tuned_lens(tiny_model(), {rows!r}, output_dir={output!r}, **{training
 """
 
 
+@pytest.mark.slow
 def test_training_that_was_killed_while_it_saved_ends_where_it_would_have(tmp_path, monkeypatch):
     folder, model = tmp_path / "lens", tiny_model()
     script = KILLED.format(tests=str(Path(__file__).parent), rows=ROWS, output=str(folder), training=TRAINING)
@@ -548,6 +550,7 @@ def test_tasks_without_likelihoods_and_names_that_are_none_are_refused():
         task_items("looped_growing_nq", data_dir=folder)
 
 
+@pytest.mark.slow
 def test_lm_eval_is_imported_only_where_a_task_is_asked_for():
     script = "import sys, modeling_looped.diagnostics.lens; assert 'lm_eval' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
