@@ -1,6 +1,7 @@
 """The laws of arXiv 2604.21106, refitted from the losses read off its figure, and what a fit refuses."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from modeling_looped.scaling import (
     half_budgets,
     leave_one_cell_out,
     predicted_losses,
+    read_runs,
     residual_table,
 )
 from modeling_looped.scaling.fit import LAW_NAMES, Problem, _read
@@ -423,3 +425,13 @@ def test_resamples_that_cannot_be_fitted_are_drawn_again():
     few = RUNS[RUNS.budget_flops.isin([1e18, 1e19]) & RUNS.r.isin([1, 4])]
     result = bootstrap(few, joint(), 20, random_starts=0)
     assert result.cells == 4 and result.redrawn > 0 and len(result.draws) == 20
+
+
+@pytest.mark.parametrize("variant", ["baseline", "hyperconnections"])
+def test_the_toy_sweeps_table_gives_the_phi_of_its_page(variant):
+    results = Path(__file__).resolve().parents[1] / "docs" / "results"
+    law = fit_joint_law(read_runs(results / "phi_toy.csv", variant), restarts=100)
+    names = {"baseline": "linear injection", "hyperconnections": "hyperconnections"}
+    written = re.search(rf"^\| {names[variant]} \| (\d+) \| ([\d.]+) \|", (results / "phi_toy.md").read_text(), re.M)
+    assert law.num_runs == int(written[1])
+    assert law.phi == pytest.approx(float(written[2]), abs=1e-3)
