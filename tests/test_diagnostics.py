@@ -344,8 +344,7 @@ def test_leaving_out_a_zero_part_has_no_effect_and_the_other_part_has():
 
 def test_the_first_token_and_those_behind_the_boundary_keep_the_skipped_layer():
     model = build("llama").eval()
-    probe, row = Probe(model), next(batches(ROWS[:1], 1))
-    seen = {}
+    probe, seen = Probe(model), {}
     original = probe.run
 
     def watch(rows, on_input=None, on_output=None, **more):

@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import looped_cli
@@ -116,6 +115,8 @@ def test_two_models_share_figures_of_curves_and_have_heatmaps_of_their_own(pages
         return section.count("<svg")
 
     assert figures("residual") == 1 and figures("skip_local") == 2
+    files = {path.name for path in (pages / "both" / "figures").iterdir()}
+    assert files >= {"residual.png", "skip_local-grown.png", "skip_local-gated.png"}
     assert page.count("<td>RecurrentGPTForCausalLM</td>") == 1 and measured(pages / "both", "gated") >= GATED
 
 

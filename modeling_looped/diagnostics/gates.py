@@ -91,7 +91,7 @@ class GateStatistics(Measurement):
         openness = "effective openness" if label is None else None
         ax.plot(passes, self.openness, marker="o", markersize=3, linestyle="--", color=color, label=openness)
         if label is None:
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False, fontsize="small")
         style_passes(ax, "pass", "mean gate, openness (dashed)")
 
     def headline(self):
@@ -529,12 +529,12 @@ class GateInterventions(Measurement):
     def plot(self, ax, label=None, color="#1f5fa8"):
         changed = {name: loss for name, loss in self.loss.items() if name != "clean"}
         bars = ax.bar(range(len(changed)), list(changed.values()), color=color, width=0.6)
-        ax.bar_label(bars, fmt="%.3g", fontsize=8)
+        ax.bar_label(bars, fmt="%.3g", fontsize="small")
         ax.axhline(self.loss["clean"], color="0.3", linestyle="--", linewidth=1)
         ax.set_xticks(range(len(changed)), list(changed), rotation=20, ha="right")
         style(ax, "", "loss (nats/token)")
         if label:
-            ax.set_title(label, fontsize=9)
+            ax.set_title(label, fontsize="small")
 
     def headline(self):
         clean = self.loss["clean"]

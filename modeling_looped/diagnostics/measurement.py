@@ -40,8 +40,10 @@ def style(ax, xlabel: str, ylabel: str, boundaries=()) -> None:
     ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color="0.5", alpha=0.18)
+    drawn = {line.get_gid() for line in ax.lines}
     for boundary in boundaries:
-        ax.axvline(boundary - 0.5, color="0.5", alpha=0.35, linewidth=0.8, zorder=0)
+        if (name := f"boundary-{boundary}") not in drawn:  # several models that end their blocks at the same place
+            ax.axvline(boundary - 0.5, color="0.5", alpha=0.35, linewidth=0.8, zorder=0, gid=name)
 
 
 def show_small_changes(ax, changes: np.ndarray) -> None:

@@ -180,7 +180,7 @@ class OrderCurves(Measurement):
             if self.kind == "loss":
                 show_small_changes(ax, self.relative(edit, length))
         if label is None:
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False, fontsize="small")
         style(ax, f"first position of {edit}", _axis(self.kind, self.name), self.boundaries)
 
     def headline(self):
@@ -321,7 +321,7 @@ class RepeatCurves(Measurement):
                 show_small_changes(ax, values)
         ax.axhline(float(self.kind == "accuracy"), color="0.5", linestyle="--", linewidth=1)
         if label is None:
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False, fontsize="small")
         ax.xaxis.get_major_locator().set_params(integer=True)
         style(ax, f"first of {self.block} layers that run again", _axis(self.kind, self.name))
 

@@ -184,7 +184,7 @@ def diagnose(
     trust_remote_code: bool = False,
 ) -> Path:
     """
-    Writes `index.html` and `csv/CHECKPOINT/MEASUREMENT.csv` to the folder `out`. Returns the page's path.
+    Writes `index.html`, `csv/CHECKPOINT/MEASUREMENT.csv` and `figures/` to the folder `out`. Returns the page's path.
 
     Args:
         checkpoints: Folders or names on the Hub; several stand side by side, each figure with all of them.
@@ -221,7 +221,8 @@ def diagnose(
             path.parent.mkdir(parents=True, exist_ok=True)
             measurement.to_frame().to_csv(path, index=False)
     page = folder / "index.html"
-    page.write_text(_page(subjects, entries, found, effort), encoding="utf-8")
+    (folder / "figures").mkdir(exist_ok=True)
+    page.write_text(_page(subjects, entries, found, effort, folder / "figures"), encoding="utf-8")
     return page
 
 
@@ -326,7 +327,7 @@ _INK = "#123456"  # stands for the page's text colour until the figure is inside
 _WIDTH = 4.7
 
 
-def _page(subjects: Sequence[Subject], entries: Sequence[Entry], found: dict, effort: str) -> str:
+def _page(subjects: Sequence[Subject], entries: Sequence[Entry], found: dict, effort: str, folder: Path) -> str:
     import jinja2
     import torch
     import transformers
@@ -345,7 +346,7 @@ def _page(subjects: Sequence[Subject], entries: Sequence[Entry], found: dict, ef
                     "id": entry.name,
                     "title": first.title,
                     "reading": first.reading,
-                    "figures": _figures(made, [s.name for s in subjects]),
+                    "figures": _figures(made, [s.name for s in subjects], folder, entry.name),
                     "numbers": [(name if len(subjects) > 1 else "", of.headline()) for name, of in made.items()],
                     "files": [(f"{name}/{entry.name}.csv", f"csv/{name}/{entry.name}.csv") for name in made],
                 }
@@ -376,20 +377,22 @@ def _facts(subject: Subject) -> dict:
     }
 
 
-def _figures(made: dict[str, Measurement], names: Sequence[str]) -> list[str]:
-    """SVG, one for all models or one for each."""
+def _figures(made: dict[str, Measurement], names: Sequence[str], folder: Path, entry: str) -> list[str]:
+    """SVG, one for all models or one for each; the same as files in `folder`."""
     colors = {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(names)}
     alone = len(names) == 1
     if next(iter(made.values())).overlay and not alone:
         with _figure() as (figure, ax):
             for name, measurement in made.items():
                 measurement.plot(ax, label=name, color=colors[name])
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False, fontsize="small")
+            figure.savefig(folder / f"{entry}.png", dpi=150, facecolor="white")
             return [_svg(figure, ", ".join(made))]
     drawn = []
     for name, measurement in made.items():
         with _figure() as (figure, ax):
             measurement.plot(ax, label=None if alone else name, color=colors[name])
+            figure.savefig(folder / (f"{entry}.png" if alone else f"{entry}-{name}.png"), dpi=150, facecolor="white")
             drawn.append(_svg(figure, f"{measurement.title}: {name}"))
     return drawn
 

@@ -96,7 +96,7 @@ class Contributions(Measurement):
         ax.plot(places, found.attention, marker="o", markersize=3, color=color, label=label or "attention")
         if label is None:
             ax.plot(places, found.mlp, color="0.55", linewidth=1.2, label="MLP")
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(frameon=False, fontsize="small")
         if found.attention.max() > 10 * np.median(found.attention):
             ax.set_yscale("log")  # in front of the first layer, the stream is an embedding, and often small
         style(ax, "executed layer", "contribution / stream", found.boundaries)

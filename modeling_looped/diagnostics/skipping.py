@@ -74,7 +74,7 @@ class SkipEffects(Measurement):
     def plot(self, ax, label=None, color="#1f5fa8"):
         heatmap(ax, self.effect, "effect at executed layer", "layer left out", self.boundaries)
         if label:
-            ax.set_title(label, fontsize=9)
+            ax.set_title(label, fontsize="small")
 
     def columns(self) -> np.ndarray:
         """(executed layers), the mean effect that earlier layers have on each."""

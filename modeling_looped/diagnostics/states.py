@@ -201,7 +201,7 @@ class StateSimilarity(Measurement):
         xlabel = "executed layer of the other model" if self.other else "passes"
         heatmap(ax, self.similarity, xlabel, "passes (0: before the first)")
         if label:
-            ax.set_title(label, fontsize=9)
+            ax.set_title(label, fontsize="small")
 
     def headline(self):
         if self.other:

@@ -49,7 +49,7 @@ class BlockSimilarity(Measurement):
     def plot(self, ax, label=None, color="#1f5fa8"):
         heatmap(ax, self.similarity, f"block of {self.block} layers", "block", low=min(0.0, self.similarity.min()))
         if label:
-            ax.set_title(label, fontsize=9)
+            ax.set_title(label, fontsize="small")
 
     def headline(self):
         return (
@@ -148,7 +148,7 @@ class GrowthAncestry(Measurement):
         boundaries = range(self.block, len(values), self.block)
         heatmap(ax, values, "layer", "layer", boundaries, low=0.0, high=max(1, self.splits.max()))
         if label:
-            ax.set_title(label, fontsize=9)
+            ax.set_title(label, fontsize="small")
 
     def headline(self):
         depth, growths = len(self.ancestry.origin), self.splits.max()
