@@ -69,12 +69,14 @@ def measured(folder, name):
     return {path.stem for path in (folder / "csv" / name).glob("*.csv")}
 
 
+@pytest.mark.slow
 def test_each_model_gets_the_measurements_that_apply(pages):
     assert measured(pages / "grown", "grown") == EVERYONE | {"block_similarity", "ancestry"}
     assert measured(pages / "gated", "gated") >= EVERYONE | LOOPED | GATED
     assert measured(pages / "looped", "looped") >= EVERYONE | LOOPED
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_said_with_the_reason(pages):
     page = (pages / "grown" / "index.html").read_text()
     rest = page[page.index("Not measured") :]
@@ -83,11 +85,13 @@ def test_what_was_not_measured_is_said_with_the_reason(pages):
     assert "no gate" in rest and "no loop" in rest
 
 
+@pytest.mark.slow
 def test_the_page_says_what_it_was_measured_on(pages, checkpoints):
     assert str(checkpoints / "texts.jsonl") in html.unescape((pages / "grown" / "index.html").read_text())
     assert "random token ids: there is no tokenizer" in (pages / "looped" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_from_a_network(pages):
     for path in pages.glob("*/index.html"):
         page = path.read_text()
@@ -101,12 +105,14 @@ def test_the_page_needs_nothing_from_a_network(pages):
         assert len(ids) == len(set(ids))
 
 
+@pytest.mark.slow
 def test_numbers_on_the_page_are_those_of_the_tables(pages):
     page = html.unescape((pages / "grown" / "index.html").read_text())
     norms = pd.read_csv(pages / "grown" / "csv" / "grown" / "residual.csv")["norm"]
     assert f"From {norms.iloc[0]:.3g} in front of the first layer to {norms.iloc[-1]:.3g}" in page
 
 
+@pytest.mark.slow
 def test_two_models_share_figures_of_curves_and_have_heatmaps_of_their_own(pages):
     page = (pages / "both" / "index.html").read_text()
 
@@ -120,6 +126,7 @@ def test_two_models_share_figures_of_curves_and_have_heatmaps_of_their_own(pages
     assert page.count("<td>RecurrentGPTForCausalLM</td>") == 1 and measured(pages / "both", "gated") >= GATED
 
 
+@pytest.mark.slow
 def test_the_same_call_writes_the_same_page(checkpoints, tmp_path):
     asked = [checkpoints / "grown", "--quick", "--data", checkpoints / "texts.jsonl", "--only", "residual"]
     assert invoke(*asked, "--out", tmp_path / "a")[0] == invoke(*asked, "--out", tmp_path / "b")[0] == 0
