@@ -38,20 +38,21 @@ class Effort:
 
     Args:
         texts, tokens: Number of texts, and the most tokens of each.
-        skip_flops: Of all rows of one heatmap of skip effects, which sets how many texts and boundaries it gets.
+        flops: Of one measurement that runs the model many times (skip effects, lens, order, repeats), which sets how
+            many texts it gets, and skip effects how many boundaries.
         lens_steps: Of training a tuned lens; with none, the logit lens is shown.
     """
 
     texts: int
     tokens: int
-    skip_flops: float
+    flops: float
     lens_steps: int = 0
 
 
 EFFORTS = {
-    "quick": Effort(texts=4, tokens=64, skip_flops=2e11),
-    "default": Effort(texts=10, tokens=128, skip_flops=1e12),
-    "full": Effort(texts=20, tokens=512, skip_flops=float("inf"), lens_steps=250),
+    "quick": Effort(texts=4, tokens=64, flops=2e11),
+    "default": Effort(texts=10, tokens=128, flops=1e12),
+    "full": Effort(texts=20, tokens=512, flops=float("inf"), lens_steps=250),
 }
 
 
@@ -81,13 +82,25 @@ class Subject:
             self.shared["residual"] = residual_statistics(self.probe, self.rows)
         return self.shared["residual"]
 
+    @property
+    def head_flops(self) -> float:
+        """Of the longest text's logits."""
+        return 2 * self.probe.model.get_output_embeddings().weight.numel() * max(map(len, self.rows))
+
+    @property
+    def forward_flops(self) -> float:
+        """Of the longest text through all executed layers and the head."""
+        layers = sum(parameter.numel() for i in self.probe.order for parameter in self.probe.layers[i].parameters())
+        return 2 * layers * max(map(len, self.rows)) + self.head_flops
+
+    def rows_for(self, flops: float) -> list[list[int]]:
+        """As many texts as the effort pays for at `flops` each, one at least."""
+        return self.rows[: max(1, int(min(self.effort.flops / flops, len(self.rows))))]
+
     def skip_options(self) -> dict:
         """Texts and boundaries that the effort's FLOPs pay for."""
-        probe, rows = self.probe, self.rows[:10]
-        layers = sum(parameter.numel() for i in probe.order for parameter in probe.layers[i].parameters())
-        head = probe.model.get_output_embeddings().weight.numel()
-        row = 2 * (layers + head) * max(map(len, rows)) * probe.depth
-        affordable = max(1, int(min(self.effort.skip_flops / row, 4 * len(rows))))
+        rows = self.rows[:10]
+        affordable = max(1, int(min(self.effort.flops / (self.forward_flops * self.probe.depth), 4 * len(rows))))
         boundaries = min(4, max(1, affordable // len(rows)))
         return {"rows": rows[: max(1, affordable // boundaries)], "boundaries": boundaries}
 
@@ -96,29 +109,33 @@ class Subject:
 
 
 def _lens(subject: Subject):
+    rows = subject.rows_for(subject.head_flops * subject.probe.depth)
     if not subject.effort.lens_steps:
-        return lens_statistics(subject.probe, subject.rows)
+        return lens_statistics(subject.probe, rows)
     if not subject.lens_rows:
         raise ValueError("no texts are left to train a tuned lens on: give more with --data.")
     settings = {"steps": subject.effort.lens_steps, "tokens_per_step": LENS_TOKENS}
     lens = train_tuned_lens(subject.probe, subject.lens_rows, progress=False, **settings)
-    return lens_statistics(subject.probe, subject.rows, lens)
+    return lens_statistics(subject.probe, rows, lens)
 
 
 def _period(subject: Subject):
-    if subject.block is None:
-        raise ValueError("no block length: the stack is neither looped nor grown, and --block was not given.")
     return periodicity(subject.residual.attention, subject.block)
 
 
 def _orders(subject: Subject):
-    return order_curves(subject.probe, held_out_loss(subject.rows))
+    edits, lengths = ("swap", "skip"), (1, 2)
+    forwards = len(edits) * len(lengths) * subject.probe.depth
+    score = held_out_loss(subject.rows_for(subject.forward_flops * forwards))
+    return order_curves(subject.probe, score, edits, lengths)
 
 
 def _repeats(subject: Subject):
     # A dense stack gets blocks of a sixth of its depth, as the paper's 24 layers have blocks of four.
-    block = subject.block or max(1, subject.probe.depth // 6)
-    return repeat_curves(subject.probe, held_out_loss(subject.rows), block, times=(1, 2))
+    block, times = subject.block or max(1, subject.probe.depth // 6), (1, 2)
+    forwards = len(times) * len(subject.probe.layers)
+    score = held_out_loss(subject.rows_for(subject.forward_flops * forwards))
+    return repeat_curves(subject.probe, score, block, times)
 
 
 @dataclass(frozen=True)
