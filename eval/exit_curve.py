@@ -61,7 +61,7 @@ def exit_curve(
             f"max_recurrences={most} must be at least num_recurrences={final_count}, which every exit is compared with."
         )
     config.check_recurrences(most)
-    counts = [count for count in range(config.min_recurrences, most + 1) if _runs(config, count)]
+    counts = [count for count in range(config.min_recurrences, most + 1) if can_run(config, count)]
     sums = {count: torch.zeros(4, dtype=torch.float64) for count in counts}
     predicted, training = 0, model.training
     model.eval()
@@ -117,7 +117,8 @@ def exit_table(points: list[ExitPoint]) -> str:
     return "\n".join(rows)
 
 
-def _runs(config, count: int) -> bool:
+def can_run(config, count: int) -> bool:
+    """Whether a model of this configuration can make `count` passes."""
     try:
         config.check_recurrences(count)
     except ValueError:

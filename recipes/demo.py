@@ -75,7 +75,7 @@ def demo(
     work = _check_output(output, settings, overwrite)
     began = time.perf_counter()
     train_texts, validation_texts = split_by_name(read_texts(data) if data else standard_library())
-    if quick:
+    if quick and data is None:
         train_texts = train_texts[::4]  # fifty steps see a fraction of it
     if overwrite and work.exists():  # nothing is removed before everything that can be wrong has been looked at
         shutil.rmtree(output)
@@ -121,10 +121,10 @@ def demo(
     prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
     sampling = ["--max-new-tokens", "96", "--temperature", "0.7", "--seed", str(seed)]
     with ThreadPoolExecutor() as together:  # most of each is Python's start
-        counts = f"1..{MOST_RECURRENCES}"
+        counts, limit = f"1..{MOST_RECURRENCES}", 4 if quick else 50
         measured = together.submit(_looped, "eval", str(output), str(held_out), "--recurrences", counts, "--json", *cap)
         generated = together.submit(_looped, "generate", str(output), prompt, *sampling)
-        evaluated = together.submit(_evaluate, output, work / "eval", 4 if quick else 50)
+        evaluated = together.submit(_evaluate, output, work / "eval", limit)
     losses, sample, runs = json.loads(measured.result()), generated.result(), evaluated.result()
     for row in losses:
         row["gflops"] = forward_flops_per_token(config, num_recurrences=row["num_recurrences"]) / 1e9
@@ -145,7 +145,7 @@ def demo(
     (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     _plot(output / "loss_vs_recurrences.png", losses, metrics["unigram_nats_per_token"])
     _write_card(output, config, metrics, prompt)
-    evaluation = _evaluation_in_card(output, runs)
+    evaluation = _evaluation_in_card(output, runs, limit)
     print(f"\n{sample}\n")
     print("recurrences  nats/token  bits/byte  GFLOPs/token")
     for row in losses:
@@ -232,7 +232,7 @@ def _evaluate(output: Path, results: Path, limit: int) -> list | None:
     return read_runs([results])
 
 
-def _evaluation_in_card(output: Path, runs: list | None) -> str:
+def _evaluation_in_card(output: Path, runs: list | None, limit: int) -> str:
     """Returns a line for the reader."""
     if runs is None:
         return "lm-eval is not installed, so the card has no evaluation: pip install 'modeling-looped[eval]'."
@@ -241,7 +241,7 @@ def _evaluation_in_card(output: Path, runs: list | None) -> str:
     add_to_card(runs, output)
     found = Comparison(runs)
     losses = ", ".join(f"{found.value(run, EVALUATION, 'continuation_loss'):.3f}" for run in runs)
-    return f"{EVALUATION}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} (README.md)"
+    return f"{EVALUATION}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} ({limit} items a task; README.md)"
 
 
 def _looped(*arguments: str) -> str:

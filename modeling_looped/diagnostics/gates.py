@@ -373,7 +373,7 @@ def token_losses(
     The loss of every token but the first of each text, one text after the other: (predicted tokens), nats. Of any
     decoder that `Probe` knows, so that of one with the same tokenizer it can say how difficult a token is.
     """
-    probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     found = [_losses(probe, batch, probe.run(batch).last_hidden_state) for batch in probe.batches(rows, batch_size)]
     return np.concatenate(found)
 

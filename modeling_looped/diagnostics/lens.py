@@ -14,7 +14,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,7 @@ class TunedLens(nn.Module):
 
     def __init__(self, model, num_recurrences: int | None = None):
         super().__init__()
-        self.probe = _probe(model, num_recurrences)
+        self.probe = Probe.of(model, num_recurrences)
         self.depth, self.tokens = self.probe.depth, 0
         self.width = self.probe.model.config.get_text_config(decoder=True).hidden_size
         # Without an initialisation, which would draw random numbers only to be overwritten.
@@ -149,7 +148,7 @@ def train_tuned_lens(
         if not value > 0:
             raise ValueError(f"{name}={value!r} must be above 0.")
     next(batches(rows, 1))  # which looks at all of them
-    probe = _probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     lens = TunedLens(probe)
     if optimizer == "adam":
         descent = torch.optim.Adam(lens.parameters(), lr=learning_rate)
@@ -337,7 +336,7 @@ def lens_statistics(
     Raises:
         `ValueError`: for a lens of another model or depth, or a `k` that the vocabulary has not.
     """
-    probe = _probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     _check(probe, lens)
     if not 1 <= k <= _vocabulary(probe):
         raise ValueError(f"k={k} must be at least 1 and at most the {_vocabulary(probe)} tokens of the vocabulary.")
@@ -449,7 +448,7 @@ def early_exit_accuracy(
     Raises:
         `ValueError`: for a lens of another model or depth, or an item that cannot be scored.
     """
-    probe = _probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     _check(probe, lens)
     items = list(items)
     if not items:
@@ -539,10 +538,11 @@ def task_items(
     """
     from lm_eval.tasks import TaskManager
 
+    from modeling_looped.eval.run import TASKS
+
     # lm-eval's own tasks are left out: their index takes many seconds.
     metadata = None if data_dir is None else {"data_dir": os.fspath(data_dir)}
-    folder = str(files("modeling_looped.eval") / "tasks")
-    manager = TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+    manager = TaskManager(include_path=TASKS, include_defaults=False, metadata=metadata)
     if name not in manager.all_subtasks:
         near = difflib.get_close_matches(name, manager.all_subtasks, n=3)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
@@ -565,10 +565,6 @@ def task_items(
             raise ValueError(f"name={name!r} has a context for each choice: take a task with one for all of them.")
         items.append((contexts[0], list(choices), requests[index][0].doc.get("gold", 0)))
     return items
-
-
-def _probe(model, num_recurrences: int | None) -> Probe:
-    return model if isinstance(model, Probe) else Probe(model, num_recurrences)
 
 
 def _check(probe: Probe, lens: TunedLens | None) -> None:

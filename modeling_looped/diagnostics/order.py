@@ -228,7 +228,7 @@ def order_curves(
     for edit in edits:
         if edit not in EDITS:
             raise ValueError(f"edits: {edit!r} must be one of {', '.join(EDITS)}.")
-    probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     places = {}
     for edit in edits:
         for length in lengths:
@@ -366,7 +366,7 @@ def repeat_curves(
     """
     score = _as_score(score, kind)
     selection = None if select_on is None else _as_score(select_on, kind)
-    probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block={block!r} must be a whole number of layers, at least 1.")
     if not times:

@@ -165,14 +165,27 @@ class Probe:
         self.layers = self._find_layers()
         self.anatomy = anatomy_of(self.layers[0])
         self.norm = self._part(self.base, self.anatomy.norm)
-        self._attention = {self._part(layer, self.anatomy.attention): layer for layer in self.layers}
-        self._mlp = {self._part(layer, self.anatomy.mlp): layer for layer in self.layers}
+        self._attention = [self._part(layer, self.anatomy.attention) for layer in self.layers]
+        self._mlp = [self._part(layer, self.anatomy.mlp) for layer in self.layers]
         self.order = self._execute_once()
         self.boundaries = self._find_boundaries()
+
+    @classmethod
+    def of(cls, model, num_recurrences: int | None = None) -> "Probe":
+        """`model` where it is a `Probe` already, else one of it."""
+        return model if isinstance(model, cls) else cls(model, num_recurrences)
 
     @property
     def depth(self) -> int:
         return len(self.order)
+
+    @property
+    def block(self) -> int | None:
+        """Layers of a block: what a grown stack grew by, or the core of a loop that runs more than once."""
+        if history := getattr(self.model.config, "history", None):
+            return history[-1]["block_size"]
+        sections = self.model.config.plan(self.num_recurrences).sections if self.is_looped else None
+        return sections[1] if sections is not None and sections[2] > 1 else None
 
     @property
     def device(self) -> torch.device:
@@ -329,7 +342,6 @@ class Probe:
         config = self.model.config
         ends = config.plan(self.num_recurrences).ends if self.is_looped else ()
         inner = sorted({end for end in ends if 0 < end < self.depth})
-        history = getattr(config, "history", None)
-        if not inner and history:
-            return list(range(history[-1]["block_size"], self.depth, history[-1]["block_size"]))
+        if not inner and self.block is not None:
+            return list(range(self.block, self.depth, self.block))
         return inner

@@ -8,7 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from .order import held_out_loss, order_curves, repeat_curves
 from .periodicity import periodicity
 from .probe import Probe
 from .residual import Contributions, residual_statistics
-from .skipping import depth_score, skip_effects
+from .skipping import DepthScore, skip_effects
 from .states import exit_curve, fixed_point, state_similarity
 from .texts import encode, random_rows
 from .weights import block_similarity, growth_ancestry
@@ -67,7 +68,6 @@ class Subject:
     effort: Effort
     texts: str
     block: int | None
-    shared: dict = field(default_factory=dict)
 
     @property
     def is_looped(self) -> bool:
@@ -76,11 +76,14 @@ class Subject:
         passes = config.plan(self.probe.num_recurrences).passes if self.probe.is_looped else 0
         return passes > 0 and max(passes, config.trained_recurrences) > 1
 
-    @property
+    @cached_property
     def residual(self):
-        if "residual" not in self.shared:
-            self.shared["residual"] = residual_statistics(self.probe, self.rows)
-        return self.shared["residual"]
+        return residual_statistics(self.probe, self.rows)
+
+    @cached_property
+    def skips(self):
+        """What flows through all layers, of which the depth score is made too: with its seed."""
+        return skip_effects(self.probe, seed=42, **self.skip_options())
 
     @property
     def head_flops(self) -> float:
@@ -103,9 +106,6 @@ class Subject:
         affordable = max(1, int(min(self.effort.flops / (self.forward_flops * self.probe.depth), 4 * len(rows))))
         boundaries = min(4, max(1, affordable // len(rows)))
         return {"rows": rows[: max(1, affordable // boundaries)], "boundaries": boundaries}
-
-    def skips(self, reach: str):
-        return skip_effects(self.probe, reach=reach, **self.skip_options())
 
 
 def _lens(subject: Subject):
@@ -164,9 +164,9 @@ ENTRIES = (
     Entry("residual", lambda s: s.residual),
     Entry("contributions", lambda s: Contributions(s.residual)),
     Entry("periodicity", _period, lambda s: s.block is not None, "no block: neither looped nor grown; give --block"),
-    Entry("depth_score", lambda s: depth_score(s.probe, **s.skip_options())),
-    Entry("skip_local", lambda s: s.skips("local")),
-    Entry("skip_future", lambda s: s.skips("future")),
+    Entry("depth_score", lambda s: DepthScore(s.skips.output_mean, boundaries=s.skips.boundaries)),
+    Entry("skip_local", lambda s: skip_effects(s.probe, reach="local", **s.skip_options())),
+    Entry("skip_future", lambda s: s.skips),
     Entry("lens", _lens),
     Entry("order", _orders),
     Entry("repeats", _repeats),
@@ -293,29 +293,13 @@ def _subject(
         tokenizer = None
     if tokenizer is None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        rows, texts = (
-            random_rows(vocabulary, 4 * effort.texts, length, seed=0),
-            "random token ids: there is no tokenizer",
-        )
+        rows = random_rows(vocabulary, 4 * effort.texts, length, seed=0)
+        texts = "random token ids: there is no tokenizer"
     else:
         documents = (text for _, text in read_texts(data)) if data else iter(split_by_name(standard_library())[1])
-        read = list(islice(documents, 8 * effort.texts))
-        rows, texts = encode(tokenizer, read, length), data or CORPUS
-        if not rows:
-            raise ValueError(f"--data {texts!r} has no text of at least 16 tokens among its first {len(read)}.")
+        rows, texts = encode(tokenizer, islice(documents, 8 * effort.texts), length), data or CORPUS
     rows, lens_rows = rows[: effort.texts], rows[effort.texts :]
-    return Subject(name, probe, rows, lens_rows, effort, texts, block or _block(probe))
-
-
-def _block(probe: Probe) -> int | None:
-    """Of a loop its core, of a grown stack what it grew by."""
-    config = probe.model.config
-    if history := getattr(config, "history", None):
-        return history[-1]["block_size"]
-    plan = config.plan(probe.num_recurrences) if probe.is_looped else None
-    if plan is not None and plan.sections is not None and plan.sections[2] > 1:
-        return plan.sections[1]
-    return None
+    return Subject(name, probe, rows, lens_rows, effort, texts, block or probe.block)
 
 
 def _measure(subjects: Sequence[Subject], entries: Sequence[Entry], progress: bool) -> dict:

@@ -115,7 +115,7 @@ def residual_statistics(
         rows: Lists of token ids; padded on the left in batches of `batch_size`.
         num_recurrences: Passes over the core of a looped model.
     """
-    probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     sums: dict[str, np.ndarray] = {name: np.zeros(probe.depth + (name == "norm")) for name in (*_NORMS, *_COSINES)}
     largest = {name: np.zeros_like(sums[name]) for name in _NORMS}
     tokens = 0

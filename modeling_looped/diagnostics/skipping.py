@@ -21,6 +21,7 @@ from .residual import SMALLEST
 
 
 PARTS = ("layer", "attention", "mlp")
+_HOOKS = {"attention": "on_attention", "mlp": "on_mlp"}  # of the parts that are not the whole layer
 REACHES = ("future", "local", "current")
 
 
@@ -110,6 +111,9 @@ class DepthScore(Measurement):
     by_group: dict[str, float] = field(default_factory=dict)
     boundaries: list[int] = field(default_factory=list)
 
+    def __post_init__(self):
+        depth_score_of(self.output)  # raises where there is none
+
     @property
     def pooled(self) -> float:
         """The score of the mean vector of all texts."""
@@ -179,7 +183,7 @@ def skip_effects(
         raise ValueError(f"reach={reach!r} must be one of {', '.join(REACHES)}.")
     if part not in PARTS:
         raise ValueError(f"part={part!r} must be one of {', '.join(PARTS)}.")
-    probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     generator = random.Random(seed)
     effect = np.zeros((probe.depth, probe.depth))
     outputs = []
@@ -216,12 +220,12 @@ def _of_text(probe: Probe, text: Rows, places: list[int], reach: str, part: str,
         changed = (token >= 1) & (token < ends[:, None])  # (variants, length)
         watched = token >= ends[:, None] if reach != "current" else torch.ones_like(changed)
         inputs = {}
+        removed = changed.unsqueeze(-1) * clean.written[sources] if reach == "local" else None
 
         def on_input(position, h):
-            if reach == "local":
+            if removed is not None:
                 # Of rows whose source comes later nothing is asked here: they may as well see the clean stream.
-                gone = (changed & (position > sources)[:, None]).unsqueeze(-1)
-                h = (clean.stream[position] - gone * clean.written[sources]).to(h.dtype)
+                h = (clean.stream[position] - (sources < position)[:, None, None] * removed).to(h.dtype)
             inputs["h"] = h
             return h
 
@@ -241,9 +245,7 @@ def _of_text(probe: Probe, text: Rows, places: list[int], reach: str, part: str,
                 np.maximum.at(effect[:, position], sources[later].cpu().numpy(), change)
             return out
 
-        hooks = {"on_attention": leave_out} if part == "attention" else {"on_mlp": leave_out} if part == "mlp" else {}
-        if reach == "local":
-            hooks = {}
+        hooks = {_HOOKS[part]: leave_out} if part in _HOOKS and reach != "local" else {}
         result = probe.run(text.repeated(len(chunk)), on_input=on_input, on_output=on_output, **hooks)
         if reach != "local":
             with torch.no_grad():
@@ -268,7 +270,7 @@ class _Clean:
         def on_output(position, out):
             self.added.append(out[0].float() - self.stream[-1])
 
-        hooks = {"on_attention": on_part} if part == "attention" else {"on_mlp": on_part} if part == "mlp" else {}
+        hooks = {_HOOKS[part]: on_part} if part in _HOOKS else {}
         result = probe.run(text, on_input=on_input, on_output=on_output, **hooks)
         self.written = torch.stack(written or self.added)
         with torch.no_grad():
@@ -290,7 +292,7 @@ def depth_score(
             (`texts.math_problems`, `texts.multi_hop_questions`).
         groups: A name for each text, such as its level; the score is then the mean of the groups' scores.
     """
-    probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     names = list(groups) if groups is not None else ["all"] * len(rows)
     if len(names) != len(rows):
         raise ValueError(f"groups has {len(names)} names for {len(rows)} texts: one each is needed.")

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from modeling_looped.eval.exit_curve import can_run
+
 from .measurement import Measurement, heatmap, style
 from .probe import Probe, Rows
 from .residual import SMALLEST
@@ -40,7 +42,7 @@ def num_passes(probe: Probe) -> int:
 
 def looped_probe(model, num_recurrences: int | None = None) -> Probe:
     """A `Probe` of a model with recurrences; an error as of `num_passes` for another."""
-    probe = model if isinstance(model, Probe) else Probe(model, num_recurrences)
+    probe = Probe.of(model, num_recurrences)
     num_passes(probe)
     return probe
 
@@ -261,7 +263,7 @@ def state_similarity(
         `ValueError`: for a model without recurrences.
     """
     probe = looped_probe(model, num_recurrences)
-    second = other if other is None or isinstance(other, Probe) else Probe(other)
+    second = None if other is None else Probe.of(other)
     moments = _Moments()
     for batch in probe.batches(rows, batch_size):
         x = y = torch.stack([h[batch.mask.to(h.device)] for h in probe.run(batch).recurrent_states])
@@ -385,7 +387,7 @@ def fixed_point(
     wanted = 2 * config.trained_recurrences if max_recurrences is None else max_recurrences
     most = wanted
     if max_recurrences is None:
-        most = next((n for n in range(wanted, 2, -1) if _runs(config, n)), 2)
+        most = next((n for n in range(wanted, 2, -1) if can_run(config, n)), 2)
     if most < 2:
         raise ValueError(f"max_recurrences={most} must be at least 2 passes, of which one has a step before it.")
     config.check_recurrences(most)
@@ -406,11 +408,3 @@ def fixed_point(
         tokens += h.shape[1]
     means = {name: total / tokens for name, total in sums.items()}
     return FixedPoint(**means, trained_recurrences=config.trained_recurrences, wanted=wanted, tokens=tokens)
-
-
-def _runs(config, count: int) -> bool:
-    try:
-        config.check_recurrences(count)
-    except ValueError:
-        return False
-    return True

@@ -72,7 +72,7 @@ def block_similarity(model, block: int | None = None) -> BlockSimilarity:
     Raises:
         `ValueError`: where there is no such default, or the layers are not two blocks of `block` or more.
     """
-    probe = model if isinstance(model, Probe) else Probe(model)
+    probe = Probe.of(model)
     layers = probe.layers
     block = _default_block(probe) if block is None else block
     if isinstance(block, bool) or not isinstance(block, int) or block < 1 or len(layers) % block:
@@ -91,12 +91,9 @@ def block_similarity(model, block: int | None = None) -> BlockSimilarity:
 
 
 def _default_block(probe: Probe) -> int:
-    config = probe.model.config
-    if history := getattr(config, "history", None):
-        return history[-1]["block_size"]
-    prelude, core, recurrences, coda = (config.plan().sections if probe.is_looped else None) or (0, 0, 1, 0)
-    if recurrences > 1 and prelude % core == coda % core == 0:
-        return core
+    block, grown = probe.block, bool(getattr(probe.model.config, "history", None))
+    if block is not None and (grown or all(end % block == 0 for end in probe.boundaries)):
+        return block
     raise ValueError(
         f"block is missing: {type(probe.model).__name__} of {len(probe.layers)} unique layers neither grew nor is a loop "
         "whose prelude and coda are as long as its core, or a multiple. Say how many layers a block has."
