@@ -80,7 +80,7 @@ def demo(
     if overwrite and work.exists():  # nothing is removed before everything that can be wrong has been looked at
         shutil.rmtree(output)
     work.mkdir(parents=True, exist_ok=True)
-    (work / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    _write_json(work / "settings.json", settings)
     tokenizer, train = prepare_data(work, train_texts, plan.vocab_size)
     rows = TokenRows(train, plan.length, seed)
     prelude, core, coda = plan.layers
@@ -118,6 +118,18 @@ def demo(
     held_out = work / "validation.jsonl"
     _write_jsonl(held_out, validation_texts)
     cap = ["--max-tokens", str(2048 if quick else 32768)]
+    facts = {
+        "parameters": parameter_counts(config),
+        "training": {
+            "steps": recipe.total_steps,
+            "tokens": tokens,
+            **trained,
+            "flops": tokens * training_flops_per_token(config),
+        },
+        "settings": settings,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    _write_json(output / "metrics.json", facts)  # which lm-eval's results quote
     prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
     sampling = ["--max-new-tokens", "96", "--temperature", "0.7", "--seed", str(seed)]
     with ThreadPoolExecutor() as together:  # most of each is Python's start
@@ -132,17 +144,9 @@ def demo(
     metrics = {
         "validation": losses,
         "unigram_nats_per_token": unigram_loss(train, held_out_tokens[: losses[0]["tokens"] + 1], len(tokenizer)),
-        "parameters": parameter_counts(config),
-        "training": {
-            "steps": recipe.total_steps,
-            "tokens": tokens,
-            **trained,
-            "flops": tokens * training_flops_per_token(config),
-        },
-        "settings": settings,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **facts,
     }
-    (output / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    _write_json(output / "metrics.json", metrics)
     _plot(output / "loss_vs_recurrences.png", losses, metrics["unigram_nats_per_token"])
     _write_card(output, config, metrics, prompt)
     evaluation = _evaluation_in_card(output, runs, limit)
@@ -208,6 +212,10 @@ def training_figures(work: Path, result: PretrainResult, seconds: float) -> dict
 
 def _training_state(folder: str, names: list[str]) -> set[str]:
     return {"optimizers.pt", "progress.json"}.intersection(names)
+
+
+def _write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _write_jsonl(path: Path, texts: list[str]) -> None:
