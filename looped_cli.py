@@ -3,25 +3,104 @@ The command `looped`. A module of its own beside the package: importing anything
 the models and thereby imports torch, and `looped --help` should not wait for that. Commands import what they need.
 """
 
-import functools
+import ast
+import contextlib
+import dataclasses
 import json
+import math
 import os
+import re
 import sys
+import textwrap
+import traceback
 from importlib.metadata import version
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 import typer.core
 
 
-app = typer.Typer(
-    help="Looped, recurrent-depth and depth-grown language models.", no_args_is_help=True, add_completion=False
-)
-convert_app = typer.Typer(help="Bring checkpoints of other code into this package.", no_args_is_help=True)
-app.add_typer(convert_app, name="convert")
+START, DEPTH, CONVERT, TRAIN = "Start", "Turn depth", "Loop, grow, convert", "Train"
+EVALUATE, MEASURE, LOOK, PUBLISH = "Evaluate", "Measure phi", "Look inside", "Publish"
+# What `looped --help` shows, in this order. A line has 60 characters at most, which 80 columns have room for.
+CONTENTS = {
+    START: {
+        "demo": "Train a small looped model on text and plot its loss.",
+        "generate": "Continue a prompt, at any number of recurrences.",
+    },
+    DEPTH: {
+        "flops": "Parameters, FLOPs per token and cache bytes at each depth.",
+        "kv-cost": "What a smaller key-value cache costs in loss.",
+        "exits": "What a model predicts when it stops after each recurrence.",
+    },
+    CONVERT: {
+        "loop": "Run a block of any decoder's layers again, untrained.",
+        "unroll": "Turn loops into copies of layers, for other software.",
+        "grow": "Copy middle layers into a deeper stack.",
+        "loop-sweep": "Try each block: which layers can run again?",
+        "convert": "Bring checkpoints of other code into this package.",
+    },
+    TRAIN: {
+        "pretrain": "Pretrain from a recipe.",
+        "cooldown": "Train a checkpoint on with another mixture or a loop.",
+        "sft": "Fine-tune a checkpoint, all weights or LoRA.",
+        "pack": "Pack a recipe's data once, for many runs.",
+        "compare": "Train systems on the same tokens, and compare them.",
+    },
+    EVALUATE: {
+        "eval": "Held-out loss at each number of recurrences.",
+        "eval-report": "Tables and figures of lm-eval's results, with errors.",
+        "contamination": "Test items whose words the training text has too.",
+    },
+    MEASURE: {
+        "phi": "What a recurrence is worth: phi, fitted from runs.",
+        "sweep": "Train the runs behind a phi, as a queue.",
+        "advise": "Recurrences, width and tokens for a budget and a memory.",
+    },
+    LOOK: {"diagnose": "What each executed layer does, as one page."},
+    PUBLISH: {
+        "card": "Write a checkpoint's card from what its folder says.",
+        "push": "Upload a checkpoint to the Hub, or list what would go.",
+    },
+}
 
 
-class _FitByDefault(typer.core.TyperGroup):
+# Help
+
+
+class _WithExamples:
+    """
+    The `epilog` of a command is its examples, one a line. They stand below its help as they are: no wrapping, no markup.
+    """
+
+    def format_help(self, context, formatter):
+        examples, self.epilog = self.epilog, None
+        try:
+            super().format_help(context, formatter)
+        finally:
+            self.epilog = examples
+        if examples:
+            formatter.write(example_block(examples.splitlines()))
+
+
+class _Command(_WithExamples, typer.core.TyperCommand):
+    pass
+
+
+class _Group(_WithExamples, typer.core.TyperGroup):
+    pass
+
+
+class _Contents(typer.core.TyperGroup):
+    """Commands in the order of `CONTENTS`, and those that it lacks after them."""
+
+    def list_commands(self, context):
+        order = [name for lines in CONTENTS.values() for name in lines]
+        return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
+
+
+class _FitByDefault(_Group):
     """`looped phi RUNS.csv` is `looped phi fit RUNS.csv`. A file called as a command is to be named ./compare."""
 
     def parse_args(self, context, args):
@@ -29,40 +108,267 @@ class _FitByDefault(typer.core.TyperGroup):
         return super().parse_args(context, args if named else ["fit", *args])
 
 
-phi_app = typer.Typer(
-    cls=_FitByDefault,
-    help="What a recurrence is worth: phi, fitted from runs. Needs the extra scaling.",
+class _Script(_Command):
+    """
+    A command with a parser of its own. What completes is read from the sources of its recipe's sections: importing them
+    would import torch.
+    """
+
+    def shell_complete(self, context, incomplete):
+        before = context.args[-1] if context.args else ""
+        if before == "--config":
+            return [_Completion(name) for name in bundled_recipes(self.name) if name.startswith(incomplete)]
+        if before == "--resume":
+            return [_Completion("auto")]
+        options = script_options(self.name) if incomplete.startswith("-") else {}
+        return [_Completion(name, _in_short(text)) for name, text in options.items() if name.startswith(incomplete)]
+
+
+def _in_short(text: str | None) -> str:
+    """One line of a menu, which fish breaks otherwise."""
+    return textwrap.shorten(text or "", 70, placeholder=" ...")
+
+
+class _Completion(NamedTuple):
+    """What typer's completion asks of one."""
+
+    value: str
+    help: str | None = None
+    type: str = "plain"
+
+
+def example_block(lines) -> str:
+    """As it stands at the end of a command's help."""
+    return "\nExamples:\n\n" + "".join(f"  {line}\n" for line in lines) + "\n"
+
+
+def _entry(name: str, *examples: str, cls: type = _Command) -> dict:
+    """Of a command of `CONTENTS`: its name, panel and line there, and its examples."""
+    panel = next(panel for panel, lines in CONTENTS.items() if name in lines)
+    shown = {"rich_help_panel": panel, "short_help": CONTENTS[panel][name]}
+    return {"name": name, **_examples(*examples), **shown, "cls": cls}
+
+
+def _examples(*examples: str) -> dict:
+    return {"cls": _Command, "epilog": "\n".join(examples)}
+
+
+# Completion, without torch
+
+
+def _room(name: str) -> Path:
+    """The folder `name` of the package: inside it where it is installed, beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    inside = here / "modeling_looped" / name
+    return inside if inside.is_dir() else here / name
+
+
+def bundled_recipes(command: str) -> list[str]:
+    """Names of the recipes that come with the package and that are for `command`."""
+    found = []
+    for path in sorted(_room("recipes").glob("*.yaml")):
+        keys = re.findall(r"^(\w+):", path.read_text(encoding="utf-8"), re.MULTILINE)
+        kind = "compare" if "results" in keys else "sweep" if "variants" in keys else "training"
+        if kind == "training":  # of one form; their names say the stage
+            kind = next((stage for stage in ("sft", "cooldown") if stage in path.stem), "pretrain")
+        if kind == command or (command == "pack" and kind in ("pretrain", "cooldown")):
+            found.append(path.stem)
+    return found
+
+
+# The sections of the scripts' recipes: modules and the dataclasses in them.
+_SECTIONS = {
+    "pretrain": {"recipe": ["ModelSource"], "data": ["DataRecipe"], "pretrain": ["PretrainRecipe", "RunOptions"]},
+    "sft": {"sft": ["SftModel", "SftData", "SftTraining"]},
+}
+_SECTIONS["cooldown"] = _SECTIONS["pack"] = {**_SECTIONS["pretrain"], "launch": ["CooldownRecipe"]}
+
+
+def script_options(command: str) -> dict[str, str]:
+    """Options of a command with a parser of its own, and what they are, as far as it is written out as one string."""
+    options = {
+        "--config": "A recipe .yaml, or the name of a bundled one.",
+        "--output_dir": "Where checkpoints, metrics and packed data go.",
+        "--toy": "The recipe's small twin.",
+        "--dry-run": "Print model, tokens and FLOPs; write nothing.",
+        "--json": "With --dry-run: print JSON.",
+        "--resume": "auto continues from the newest checkpoint.",
+        "--overwrite": "Delete the run that the folder holds.",
+        "--help": "All options with their defaults.",
+    }
+    for module, names in _SECTIONS[command].items():
+        tree = ast.parse((_room("recipes") / f"{module}.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in names:
+                for one in node.body:
+                    if isinstance(one, ast.AnnAssign):
+                        options.setdefault(f"--{one.target.id}", _help_in(one.value))
+    return options
+
+
+def _help_in(value) -> str | None:
+    """The string behind "help" in a field's metadata."""
+    for node in ast.walk(value) if value is not None else ():
+        if isinstance(node, ast.Dict):
+            for key, text in zip(node.keys, node.values):
+                if isinstance(key, ast.Constant) and key.value == "help" and isinstance(text, ast.Constant):
+                    return text.value
+    return None
+
+
+def _one_of(*values: str):
+    """Completes an option's value."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def _a_recipe_of(command: str):
+    return lambda incomplete: [name for name in bundled_recipes(command) if name.startswith(incomplete)]
+
+
+def _a_task(incomplete: str) -> list[str]:
+    names = sorted(path.stem for path in _room("eval").glob("tasks/*/*.yaml"))
+    return [name for name in names if name.startswith(incomplete) and not name.startswith("_")]
+
+
+app = typer.Typer(
+    cls=_Contents,
+    help="Looped, recurrent-depth and depth-grown language models.",
+    epilog="looped COMMAND --help has examples; --json prints figures as JSON. Exit status: 0 done, 1 the work failed, "
+    "2 the call has to change, 130 interrupted. LOOPED_TRACEBACK=1 shows where an error comes from.",
     no_args_is_help=True,
 )
-app.add_typer(phi_app, name="phi")
+convert_app = typer.Typer(help="Bring checkpoints of other code into this package.", no_args_is_help=True)
+app.add_typer(convert_app, **_entry("convert", cls=_Group))
+phi_app = typer.Typer(
+    help="What a recurrence is worth: phi, fitted from runs. Needs the extra scaling.", no_args_is_help=True
+)
+app.add_typer(
+    phi_app,
+    **_entry(
+        "phi",
+        "looped phi runs.csv --variant baseline",
+        "looped phi compare runs.csv runs.csv --variant baseline --other-variant hyperconnections",
+        cls=_FitByDefault,
+    ),
+)
 sweep_app = typer.Typer(
     help="The runs behind a measured phi: a queue that continues where it stopped.", no_args_is_help=True
 )
-app.add_typer(sweep_app, name="sweep")
+app.add_typer(
+    sweep_app,
+    **_entry(
+        "sweep",
+        "looped sweep run phi_sweep phi-runs --workers 2 --limit-minutes 60",
+        "looped sweep status phi-runs",
+        "looped sweep collect phi-runs --output runs.csv",
+        cls=_Group,
+    ),
+)
 
 Checkpoint = Annotated[str, typer.Argument(help="A checkpoint directory or a Hub name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text; all else goes to stderr.")]
 
 
-def sentence_errors(command):
-    """What a user can correct ends in its sentence and exit status 2, without a stack trace."""
+# Errors
 
-    @functools.wraps(command)
-    def wrapper(*args, **kwargs):
-        try:
-            return command(*args, **kwargs)
-        except BrokenPipeError:  # whoever read has had enough, as `head` has
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except (ValueError, OSError, FloatingPointError) as error:
-            typer.secho(f"looped: {error}", fg="red", err=True)
-            raise typer.Exit(2) from None
-        except ModuleNotFoundError as error:
-            extras = {"scipy": "scaling", "threadpoolctl": "scaling", "pandas": "scaling,diagnostics"}.get(
-                error.name, "train,eval"
-            )
-            typer.secho(f"looped: {error.name} is missing: pip install 'modeling-looped[{extras}]'", fg="red", err=True)
-            raise typer.Exit(2) from None
 
-    return wrapper
+def exit_status(error: BaseException) -> int:
+    """
+    Of a command that ends with `error`: 2 where the call has to change (its options and values, files and folders that
+    it names, an extra that is not installed), 1 where the call was right and the work failed (a loss that is no number,
+    a full disk, a network that is not there), 130 where the user interrupted it.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if _network_failed(error):
+        return 1
+    of_the_call = (ValueError, ImportError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+    if isinstance(error, (*of_the_call, PermissionError, typer.BadParameter)):
+        return 2
+    if isinstance(error, OSError) and error.errno is None:  # transformers' own, of unknown names, or one with a remark
+        return 2 if error.__cause__ is None else exit_status(error.__cause__)
+    return 1
+
+
+def _network_failed(error: BaseException) -> bool:
+    """Whether a connection, or the other side of one, is behind `error`. What httpx raises is no OSError."""
+    while error is not None:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if "OfflineModeIsEnabled" in kinds:  # the user's own wish
+            return False
+        if kinds & {"TransportError", "ConnectionError", "TimeoutError"}:
+            return True
+        if kinds & {"HTTPError", "HTTPStatusError"}:
+            answer = getattr(getattr(error, "response", None), "status_code", None)
+            return answer is None or answer == 429 or answer >= 500
+        error = error.__cause__
+    return False
+
+
+@contextlib.contextmanager
+def ends_in_a_sentence(name: str):
+    """
+    What a user can understand ends in one line on stderr and its `exit_status`, without a stack trace, which
+    LOOPED_TRACEBACK=1 shows. What only who wrote this can understand keeps its trace, and ends with 1.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # whoever read has had enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (Exception, KeyboardInterrupt) as error:
+        if not _has_a_sentence(error):
+            raise
+        if os.environ.get("LOOPED_TRACEBACK", "0") not in ("", "0"):
+            traceback.print_exc()
+        typer.secho(f"{name}: {_sentence(error)}", fg="red", err=True)
+        raise SystemExit(exit_status(error)) from None
+
+
+sentence_errors = ends_in_a_sentence("looped")  # of a command, as a decorator
+
+
+def _has_a_sentence(error: BaseException) -> bool:
+    if isinstance(error, ImportError) and (error.name or "").startswith("modeling_looped"):
+        return False
+    kinds = (ValueError, OSError, ArithmeticError, RuntimeError, ImportError, MemoryError, KeyboardInterrupt)
+    return isinstance(error, (*kinds, typer.BadParameter)) or _network_failed(error)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        module = error.name.partition(".")[0]
+        extras = {"scipy": "scaling", "threadpoolctl": "scaling", "pandas": "scaling,diagnostics", "lm_eval": "eval"}
+        return f"{module} is missing: pip install 'modeling-looped[{extras.get(module, 'train,eval')}]'"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# JSON
+
+
+def to_json(value) -> str:
+    """One line. Dataclasses are objects, and what is no number (NaN, infinity) is null."""
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _plain(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item"):  # numpy's
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _for_reading(as_json: bool):
+    """Within, what is printed is for a reader: not on stdout where that is to have JSON alone."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def _print_version(wanted: bool):
@@ -87,31 +393,54 @@ def _main(
     pass
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "demo",
+        "looped demo demo-output",
+        "looped demo quick-output --quick",
+        "looped demo wiki-output --data Salesforce/wikitext:wikitext-2-raw-v1 --size small",
+    )
+)
 @sentence_errors
 def demo(
     output_dir: Annotated[str, typer.Argument(help="Where the checkpoint, its card and its figure go.")],
     data: Annotated[
         str | None,
-        typer.Option(help="A .jsonl (field text) or text file, or a data set name. Default: Python's library."),
+        typer.Option(help="A .jsonl (field text) or text file, or a data set; Python's library by default."),
     ] = None,
-    size: Annotated[str, typer.Option(help="tiny, small, medium or large.")] = "tiny",
+    size: Annotated[
+        str,
+        typer.Option(help="tiny, small, medium or large.", autocompletion=_one_of("tiny", "small", "medium", "large")),
+    ] = "tiny",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of the size's own.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights, the order of the data and the depths.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A short run that only shows that everything works.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo in OUTPUT_DIR.")] = False,
+    as_json: AsJson = False,
 ):
     """Train a looped model on text, load it back, let it write, and plot its loss against recurrences."""
     from modeling_looped.recipes.demo import demo as run_demo
 
-    run_demo(output_dir, data, size, steps, quick, overwrite, seed)
+    with _for_reading(as_json):
+        finished = run_demo(output_dir, data, size, steps, quick, overwrite, seed)
+    if as_json:
+        metrics = json.loads((Path(output_dir) / "metrics.json").read_text(encoding="utf-8")) if finished else None
+        print(to_json({"output_dir": output_dir, "finished": finished, "metrics": metrics}))
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "compare",
+        "looped compare grow_toy growing-output --limit-minutes 30",
+        "looped compare grow_toy growing-output --systems midas,lidas --seeds 0",
+        "looped compare compare_depth_reuse reuse-output --limit-minutes 60",
+    )
+)
 @sentence_errors
 def compare(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe .yaml, or the name of a bundled one.")
+        str,
+        typer.Argument(help="A recipe .yaml, or the name of a bundled one.", autocompletion=_a_recipe_of("compare")),
     ] = "compare_depth_reuse",
     output_dir: Annotated[str, typer.Argument(help="Where checkpoints go.")] = "compare-output",
     train_data: Annotated[str | None, typer.Option(help="As for demo, instead of the recipe's.")] = None,
@@ -124,6 +453,7 @@ def compare(
     seeds: Annotated[
         str | None, typer.Option(help="Of a study of growing: instead of the recipe's, such as 0,1.")
     ] = None,
+    as_json: AsJson = False,
 ):
     """
     Train models on the same tokens, a CSV row for each run, and a figure: those that reuse layers against the dense one
@@ -136,23 +466,30 @@ def compare(
     values = read_yaml(recipe)
     if isinstance(values, dict) and values.get("study") == "growing":
         from modeling_looped.eval.held_out import parse_recurrences
-        from modeling_looped.recipes.growing import growing
+        from modeling_looped.recipes.growing import growing, summary
 
         names = None if systems is None else [name.strip() for name in systems.split(",")]
-        growing(*shared, names, None if seeds is None else parse_recurrences(seeds))
-        return
-    if systems is not None or seeds is not None:
+        with _for_reading(as_json):
+            finished = growing(*shared, names, None if seeds is None else parse_recurrences(seeds))
+    elif systems is not None or seeds is not None:
         raise ValueError(f"--systems and --seeds are for studies of growing, and {recipe} is none.")
-    from modeling_looped.recipes.compare import compare as run_compare
+    else:
+        from modeling_looped.recipes.compare import compare as run_compare
+        from modeling_looped.recipes.compare import summary
 
-    run_compare(*shared)
+        with _for_reading(as_json):
+            finished = run_compare(*shared)
+    if as_json:
+        print(to_json({"finished": finished, **summary(recipe)}))
 
 
-# Scripts with a parser of their own, which a launcher starts as modeling_looped.recipes.NAME on several processes.
+# Scripts with a parser of their own, which a launcher starts as modeling_looped.recipes.NAME on several processes. Their
+# help, with examples, is that parser's.
 _SCRIPT = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "add_help_option": False}
 
 
-@app.command(**_SCRIPT)
+@app.command(**_entry("pretrain", cls=_Script), **_SCRIPT)
+@sentence_errors
 def pretrain(context: typer.Context):
     """Pretrain from a recipe: --config RECIPE --output_dir DIR, and an option for every field (--help lists them)."""
     from modeling_looped.recipes.launch import main as run
@@ -160,7 +497,8 @@ def pretrain(context: typer.Context):
     run("pretrain", context.args)
 
 
-@app.command(**_SCRIPT)
+@app.command(**_entry("cooldown", cls=_Script), **_SCRIPT)
+@sentence_errors
 def cooldown(context: typer.Context):
     """Train a checkpoint on with another mixture, and with a loop where asked for: as pretrain, with --checkpoint."""
     from modeling_looped.recipes.launch import main as run
@@ -168,7 +506,8 @@ def cooldown(context: typer.Context):
     run("cooldown", context.args)
 
 
-@app.command(**_SCRIPT)
+@app.command(**_entry("sft", cls=_Script), **_SCRIPT)
+@sentence_errors
 def sft(context: typer.Context):
     """Fine-tune a checkpoint with trl, all weights or LoRA: --config RECIPE --checkpoint DIR --output_dir DIR."""
     from modeling_looped.recipes.sft import main as run
@@ -176,7 +515,8 @@ def sft(context: typer.Context):
     run(context.args)
 
 
-@app.command(**_SCRIPT)
+@app.command(**_entry("pack", cls=_Script), **_SCRIPT)
+@sentence_errors
 def pack(context: typer.Context):
     """Pack the data of a recipe once, for runs that get --packed_dir: --config RECIPE --output_dir DIR."""
     from modeling_looped.recipes.pack import main as run
@@ -193,7 +533,14 @@ def _load(checkpoint: str, **overrides):
     return load(checkpoint, **overrides).eval(), AutoTokenizer.from_pretrained(checkpoint)
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "generate",
+        "looped generate demo-output 'import '",
+        "looped generate demo-output 'def read_lines(path):' --recurrences 8",
+        "looped generate demo-output 'import ' --temperature 0.7 --json",
+    )
+)
 @sentence_errors
 def generate(
     checkpoint: Checkpoint,
@@ -204,6 +551,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 writes the most likely text.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    as_json: AsJson = False,
 ):
     """Continue PROMPT."""
     import torch
@@ -214,14 +562,54 @@ def generate(
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling, **depth)
-    print(tokenizer.decode(output[0], skip_special_tokens=True))
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    if as_json:
+        passes = getattr(model.config, "num_recurrences", None) if recurrences is None else recurrences
+        asked = {"prompt": prompt, "num_recurrences": passes, "max_new_tokens": max_new_tokens}
+        asked |= {"temperature": temperature, "seed": seed}
+        print(to_json({"text": text, "new_tokens": output.shape[1] - inputs["input_ids"].shape[1], **asked}))
+    else:
+        print(text)
 
 
-@app.command(name="eval")
+def _held_out_texts(file: str | None) -> tuple[list[str], str]:
+    """The texts of FILE with its name; the held-out part of Python's library where none is given."""
+    import platform
+
+    from modeling_looped.recipes.corpus import read_texts, split_by_name, standard_library
+
+    if file is None:
+        return split_by_name(standard_library())[
+            1
+        ], f"the held-out part of Python {platform.python_version()}'s library"
+    return [text for _, text in read_texts(file)], os.path.basename(file) if os.path.exists(file) else file
+
+
+def _seen_from(checkpoint: str, file: str) -> str:
+    """A file as it is called in the checkpoint's folder, or by its name where it lies elsewhere."""
+    if not os.path.exists(file):
+        return file  # a data set of the Hub
+    inside = os.path.relpath(os.path.realpath(file), os.path.realpath(checkpoint))
+    return os.path.basename(file) if inside.startswith(os.pardir) else inside
+
+
+@app.command(
+    **_entry(
+        "eval",
+        "looped eval demo-output --recurrences 1..8 --max-tokens 4096",
+        "looped eval demo-output demo-output/training/validation.jsonl --max-tokens 4096 --json",
+    )
+)
 @sentence_errors
 def evaluate(
     checkpoint: Checkpoint,
-    file: Annotated[str, typer.Argument(help="A .jsonl (field text) or text file, or a data set name.")],
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            help="A .jsonl (field text) or text file, or a data set name. Default: the held-out part of Python's library, "
+            "as in the demo."
+        ),
+    ] = None,
     recurrences: Annotated[
         str | None, typer.Option(help="4, or 1,2,4, or 1..8; the checkpoint's own by default.")
     ] = None,
@@ -230,22 +618,30 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 8,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after so many tokens.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Keep the losses as held_out.json in CHECKPOINT, for its card.")
+    ] = False,
+    as_json: AsJson = False,
 ):
     """Held-out loss of CHECKPOINT on FILE: nats per token and bits per byte at each number of recurrences."""
-    from dataclasses import asdict
-
-    from modeling_looped.eval.held_out import held_out_loss, parse_recurrences
-    from modeling_looped.recipes.corpus import read_texts
+    from modeling_looped.eval.held_out import held_out_loss, parse_recurrences, save_held_out
 
     counts = None if recurrences is None else parse_recurrences(recurrences)
-    texts = [text for _, text in read_texts(file)]
+    if save and not os.path.isdir(checkpoint):
+        raise ValueError(f"--save keeps the losses in the folder of a checkpoint, and {checkpoint!r} is none.")
+    texts, name = _held_out_texts(file)
     model, tokenizer = _load(checkpoint)
     losses = held_out_loss(
         model, tokenizer, texts, counts, sequence_length, batch_size, max_tokens, progress=sys.stderr.isatty()
     )
+    if save:
+        options = {"--recurrences": recurrences, "--sequence-length": sequence_length, "--max-tokens": max_tokens}
+        given = [part for option, value in options.items() if value is not None for part in (option, str(value))]
+        where = [] if file is None else [_seen_from(checkpoint, file)]
+        window = sequence_length or model.config.max_position_embeddings
+        save_held_out(checkpoint, losses, texts, name, window, ["looped", "eval", "CHECKPOINT", *where, *given])
     if as_json:
-        print(json.dumps([asdict(row) for row in losses]))
+        print(to_json(losses))
         return
     print(f"{losses[0].tokens:,} tokens, {losses[0].bytes:,} bytes")
     print("recurrences  nats/token  bits/byte")
@@ -253,7 +649,13 @@ def evaluate(
         print(f"{row.num_recurrences:11d}  {row.nats_per_token:10.4f}  {row.bits_per_byte:9.4f}")
 
 
-@app.command(name="eval-report")
+@app.command(
+    **_entry(
+        "eval-report",
+        "looped eval-report demo-output/evaluation",
+        "looped eval-report demo-output/evaluation --reference 'demo-output r=4' --output report --json",
+    )
+)
 @sentence_errors
 def eval_report(
     results: Annotated[list[str], typer.Argument(help="Results of lm-eval: files, or folders with results_*.json.")],
@@ -261,39 +663,61 @@ def eval_report(
     reference: Annotated[
         str | None, typer.Option(help="Label of the run to compare with; the first by default.")
     ] = None,
-    card: Annotated[str | None, typer.Option(help="A checkpoint: its card gets the groups' tables too.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a report.md that is no report.")] = False,
+    as_json: AsJson = False,
 ):
     """Tables with error bars, significance and baselines, and figures, of models or recurrence counts in lm-eval."""
-    from modeling_looped.eval.report import read_runs, write_report
+    from modeling_looped.eval.report import Comparison, comparison_rows, read_runs, write_report
 
-    print(write_report(read_runs(results), output, reference, overwrite, card))
+    runs = read_runs(results)
+    path = write_report(runs, output, reference, overwrite)
+    if as_json:
+        comparison = Comparison(runs, reference)
+        rows = comparison_rows(comparison)
+        print(to_json({"report": path, "reference": comparison.reference.label, "rows": rows}))
+    else:
+        print(path)
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "contamination",
+        "looped contamination demo-output/training/validation.jsonl --tasks looped_axis_reasoning_primitives",
+        "looped contamination demo-output/training/validation.jsonl --tasks 'looped_reasoning_*' --ngram 8 --json",
+    )
+)
 @sentence_errors
 def contamination(
     file: Annotated[str, typer.Argument(help="Training text, as for eval.")],
-    tasks: Annotated[str, typer.Option(help="Names and patterns of this package's tasks, such as 'looped_nine_*'.")],
+    tasks: Annotated[
+        str,
+        typer.Option(help="Names and patterns of this package's tasks, as 'looped_nine_*'.", autocompletion=_a_task),
+    ],
     data_dir: Annotated[
         list[str] | None, typer.Option(help="As for python -m modeling_looped.eval; repeatable.")
     ] = None,
     ngram: Annotated[int, typer.Option(min=1, help="Words that an item and the text have to share.")] = 13,
+    as_json: AsJson = False,
 ):
     """How many items of TASKS have words in a row that FILE has too."""
-    import os
-
-    from modeling_looped.eval.contamination import contamination_table, overlap, task_texts
+    from modeling_looped.eval.contamination import contamination_rows, contamination_table, overlap, task_texts
     from modeling_looped.eval.run import TASKS, find_tasks
     from modeling_looped.recipes.corpus import read_texts
 
     names, manager = find_tasks(tasks, [TASKS], {"data_dir": os.pathsep.join(data_dir or [])})
     loaded = manager.load(names)["tasks"]
     texts = [text for _, text in read_texts(file)]
-    print(contamination_table((name, overlap(texts, task_texts(task), ngram)) for name, task in loaded.items()))
+    found = [(name, overlap(texts, task_texts(task), ngram)) for name, task in loaded.items()]
+    print(to_json(contamination_rows(found)) if as_json else contamination_table(found))
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "exits",
+        "looped exits demo-output demo-output/training/validation.jsonl --max-tokens 4096",
+        "looped exits demo-output demo-output/training/validation.jsonl --max-tokens 4096 --max-recurrences 8 --json",
+    )
+)
 @sentence_errors
 def exits(
     checkpoint: Checkpoint,
@@ -306,11 +730,9 @@ def exits(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows at a time.")] = 8,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Stop after so many tokens.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ):
     """What CHECKPOINT predicts on FILE when it stops after each recurrence, against its full depth."""
-    from dataclasses import asdict
-
     from modeling_looped.eval.exit_curve import exit_curve, exit_table
     from modeling_looped.eval.held_out import held_out_batches
     from modeling_looped.recipes.corpus import read_texts
@@ -319,10 +741,16 @@ def exits(
     model, tokenizer = _load(checkpoint)
     length = sequence_length or model.config.max_position_embeddings
     points = exit_curve(model, held_out_batches(tokenizer, texts, length, batch_size, max_tokens)[0], max_recurrences)
-    print(json.dumps([asdict(point) for point in points]) if as_json else exit_table(points))
+    print(to_json(points) if as_json else exit_table(points))
 
 
-@app.command(name="loop-sweep")
+@app.command(
+    **_entry(
+        "loop-sweep",
+        "looped loop-sweep HuggingFaceTB/SmolLM2-135M demo-output/training/validation.jsonl --max-tokens 4096",
+        "looped loop-sweep HuggingFaceTB/SmolLM2-135M demo-output/training/validation.jsonl --starts 8,12 --repeats 1 --max-tokens 4096 --json",
+    )
+)
 @sentence_errors
 def loop_sweep(
     checkpoint: Checkpoint,
@@ -340,12 +768,11 @@ def loop_sweep(
     max_items: Annotated[int | None, typer.Option(min=1, help="Of each task, only so many.")] = None,
     results: Annotated[str, typer.Option(help="A CSV; the same call adds the rows that it lacks.")] = "sweep.csv",
     figure: Annotated[str | None, typer.Option(help="A PNG; beside the CSV by default.")] = None,
+    as_json: AsJson = False,
 ):
     """Run each block of CHECKPOINT's layers again, untrained: loss on FILE and scores on tasks, a CSV row each."""
-    from pathlib import Path
-
     from modeling_looped.eval.held_out import parse_recurrences
-    from modeling_looped.eval.loop_sweep import parse_tasks, plot_sweep, sweep_table, sweep_to_csv
+    from modeling_looped.eval.loop_sweep import parse_tasks, plot_sweep, sweep_figures, sweep_table, sweep_to_csv
     from modeling_looped.recipes.corpus import read_texts
 
     counts, firsts = (None if text is None else parse_recurrences(text) for text in (repeats, starts))
@@ -353,12 +780,24 @@ def loop_sweep(
     cuts = {"sequence_length": sequence_length, "max_tokens": max_tokens, "max_items": max_items}
     model, tokenizer = _load(checkpoint)
     options = {**cuts, "repeats": counts, "starts": firsts, "progress": sys.stderr.isatty()}
-    rows = sweep_to_csv(model, tokenizer, texts, tasks, results, length, **options)
-    plot_sweep(rows, figure or Path(results).with_suffix(".png"))
-    print(sweep_table(rows))
+    with _for_reading(as_json):
+        rows = sweep_to_csv(model, tokenizer, texts, tasks, results, length, **options)
+    picture = figure or Path(results).with_suffix(".png")
+    plot_sweep(rows, picture)
+    if as_json:
+        print(to_json({"results": results, "figure": picture, "rows": sweep_figures(rows)}))
+    else:
+        print(sweep_table(rows))
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "flops",
+        "looped flops demo-output",
+        "looped flops demo-output --recurrences 1..8 --sequence-length 2048",
+        "looped flops demo-output --recurrences 4 --json",
+    )
+)
 @sentence_errors
 def flops(
     config_or_checkpoint: Annotated[
@@ -370,19 +809,28 @@ def flops(
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="In tokens; the training length by default.")
     ] = None,
+    as_json: AsJson = False,
 ):
     """Parameters by part, FLOPs per token and key-value cache bytes."""
     from transformers import AutoConfig
 
     import modeling_looped  # noqa: F401  registers the models
-    from modeling_looped.accounting import accounting_table
+    from modeling_looped.accounting import accounting_figures, accounting_table
     from modeling_looped.eval.held_out import parse_recurrences
 
-    config = AutoConfig.from_pretrained(config_or_checkpoint)
-    print(accounting_table(config, None if recurrences is None else parse_recurrences(recurrences), sequence_length))
+    counts = None if recurrences is None else parse_recurrences(recurrences)
+    asked = AutoConfig.from_pretrained(config_or_checkpoint), counts, sequence_length
+    print(to_json(accounting_figures(*asked)) if as_json else accounting_table(*asked))
 
 
-@app.command(name="kv-cost")
+@app.command(
+    **_entry(
+        "kv-cost",
+        "looped kv-cost demo-output",
+        "looped kv-cost demo-output demo-output/training/validation.jsonl --strategies last,average --rows 4",
+        "looped kv-cost demo-output --recurrences 8 --json",
+    )
+)
 @sentence_errors
 def kv_cost(
     checkpoint: Checkpoint,
@@ -394,17 +842,18 @@ def kv_cost(
     prompt_length: Annotated[int, typer.Option(min=1, help="Tokens read in one forward.")] = 128,
     continuation: Annotated[int, typer.Option(min=1, help="Tokens that follow one by one, and are measured.")] = 64,
     rows: Annotated[int, typer.Option(min=1, help="Windows of text.")] = 16,
+    as_json: AsJson = False,
 ):
     """What each kv_sharing costs CHECKPOINT in loss on FILE, and saves in cache, against keeping "all"."""
     from modeling_looped.eval.kv_cost import kv_cost as measure
     from modeling_looped.eval.kv_cost import kv_cost_table
-    from modeling_looped.recipes.corpus import read_texts, split_by_name, standard_library
 
     names = [name.strip() for name in strategies.split(",")]
     kept = [int(name) if name.isdigit() else name for name in names]
-    texts = split_by_name(standard_library())[1] if file is None else [text for _, text in read_texts(file)]
+    texts, _ = _held_out_texts(file)
     model, tokenizer = _load(checkpoint)
-    print(kv_cost_table(measure(model, tokenizer, texts, kept, recurrences, prompt_length, continuation, rows)))
+    costs = measure(model, tokenizer, texts, kept, recurrences, prompt_length, continuation, rows)
+    print(to_json(costs) if as_json else kv_cost_table(costs))
 
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would come out, and write nothing.")]
@@ -412,7 +861,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkp
 Output = Annotated[str, typer.Argument(help="Where the new checkpoint goes.")]
 
 
-@app.command(name="loop")
+@app.command(
+    **_entry(
+        "loop",
+        "looped loop HuggingFaceTB/SmolLM2-135M looped-output --start 8 --stop 12 --dry-run",
+        "looped loop HuggingFaceTB/SmolLM2-135M looped-output --start 8 --stop 12 --repeats 2",
+    )
+)
 @sentence_errors
 def loop_layers(
     checkpoint: Checkpoint,
@@ -422,12 +877,14 @@ def loop_layers(
     repeats: Annotated[int, typer.Option(min=1, help="Additional passes over the block.")] = 1,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ):
     """Run a block of CHECKPOINT's layers more than once, without training: any decoder of transformers."""
     from modeling_looped.conversion.depth import loop_checkpoint
 
     _quiet()
-    print(loop_checkpoint(checkpoint, output, start, stop, repeats, dry_run, overwrite))
+    change = loop_checkpoint(checkpoint, output, start, stop, repeats, dry_run, overwrite)
+    print(to_json(change) if as_json else change)
 
 
 @app.command(name="unroll")
@@ -448,33 +905,53 @@ def unroll_layers(
     print(unroll_checkpoint(checkpoint, output, recurrences, dry_run, overwrite))
 
 
-@app.command(name="grow")
+@app.command(
+    **_entry(
+        "grow",
+        "looped grow HuggingFaceTB/SmolLM2-135M grown-output --operator lidas --block-size 6 --dry-run --json",
+        "looped grow HuggingFaceTB/SmolLM2-135M grown-output --operator midas --block-size 6 --layers 42",
+    )
+)
 @sentence_errors
 def grow_layers(
     checkpoint: Checkpoint,
     output: Output,
-    operator: Annotated[str, typer.Option(help="midas or lidas.")] = "lidas",
+    operator: Annotated[str, typer.Option(help="midas or lidas.", autocompletion=_one_of("midas", "lidas"))] = "lidas",
     block_size: Annotated[int, typer.Option(min=1, help="Layers that one growth adds.")] = 4,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Grow until there are so many; one growth by default.")
     ] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ):
     """Copy CHECKPOINT's middle layers, and the state of their optimizers where it has one: a deeper stack."""
     from modeling_looped.conversion.depth import grow_checkpoint
 
     _quiet()
-    print(grow_checkpoint(checkpoint, output, operator, block_size, layers, dry_run, overwrite))
+    change = grow_checkpoint(checkpoint, output, operator, block_size, layers, dry_run, overwrite)
+    print(to_json(change) if as_json else change)
 
 
 SweepOutput = Annotated[str, typer.Argument(help="The sweep's folder.")]
 
 
-@sweep_app.command(name="run")
+@sweep_app.command(
+    name="run",
+    **_examples(
+        "looped sweep run phi_sweep phi-runs --workers 2 --limit-minutes 60",
+        "looped sweep run phi_sweep phi-runs --only 0 --retry",
+        "looped sweep run phi_sweep phi-runs --slurm",
+    ),
+)
 @sentence_errors
 def sweep_run(
-    recipe: Annotated[str, typer.Argument(help="A sweep's .yaml, or the name of a bundled one: phi_sweep.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A sweep's .yaml, or the name of a bundled one: phi_sweep.", autocompletion=_a_recipe_of("sweep")
+        ),
+    ],
     output: SweepOutput,
     workers: Annotated[int, typer.Option(min=1, help="Runs at a time on this machine.")] = 1,
     limit_minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same call continues.")] = None,
@@ -494,7 +971,7 @@ def sweep_run(
     ] = False,
 ):
     """Train what is left of a sweep over budgets, recurrences, widths and variants."""
-    from modeling_looped.recipes.sweep import run_sweep, slurm_array
+    from modeling_looped.recipes.sweep import failed_runs, run_sweep, slurm_array
 
     if slurm:
         print(slurm_array(recipe, output, train_data, validation_data), end="")
@@ -506,46 +983,62 @@ def sweep_run(
     print(
         "All runs are finished." if finished else f"Not all runs are finished: looped sweep status {output} has them."
     )
+    if failed := failed_runs(output, only or (), have):
+        raise RuntimeError(f"{len(failed)} failed, first {failed[0]}: --retry runs them again.")
 
 
-@sweep_app.command(name="status")
+@sweep_app.command(name="status", **_examples("looped sweep status phi-runs", "looped sweep status phi-runs --json"))
 @sentence_errors
-def sweep_status_command(output: SweepOutput):
+def sweep_status_command(output: SweepOutput, as_json: AsJson = False):
     """What each run of a sweep has come to, and what is left."""
-    from modeling_looped.recipes.sweep import sweep_status
+    from modeling_looped.recipes.sweep import sweep_figures, sweep_status
 
-    print(sweep_status(output))
+    print(to_json(sweep_figures(output)) if as_json else sweep_status(output))
 
 
-@sweep_app.command(name="collect")
+@sweep_app.command(
+    name="collect",
+    **_examples(
+        "looped sweep collect phi-runs --output runs.csv", "looped sweep collect phi-runs --output runs.csv --json"
+    ),
+)
 @sentence_errors
 def sweep_collect(
     output: SweepOutput,
     destination: Annotated[
         str, typer.Option("--output", help="A CSV for looped phi; rows that it has stay.")
     ] = "runs.csv",
+    as_json: AsJson = False,
 ):
     """Finished runs as a CSV."""
     from modeling_looped.recipes.sweep import collect_sweep
 
-    print(f"{destination}: {collect_sweep(output, destination)} runs")
+    count = collect_sweep(output, destination)
+    print(to_json({"output": destination, "runs": count}) if as_json else f"{destination}: {count} runs")
 
 
 Runs = Annotated[str, typer.Argument(help="A CSV with budget_flops, r, d_model, tokens, val_loss, a row a run.")]
 Decomposition = Annotated[
     str | None,
     typer.Option(
-        help="regression or paper, which differ in what runs once; own: n_once, n_rec. Default: own if there."
+        help="What runs once: by regression, paper or own (n_once, n_rec; default if there).",
+        autocompletion=_one_of("regression", "paper", "own"),
     ),
 ]
 Restarts = Annotated[int, typer.Option(min=1, help="Random starts of every fit; one in seven reaches the best one.")]
 Resamples = Annotated[int, typer.Option(min=2, help="Of the block bootstrap.")]
 Seed = Annotated[int, typer.Option(help="Of starts and resamples.")]
 Processes = Annotated[int, typer.Option(min=1, help="Over which the fits are spread.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
-@phi_app.command(name="fit")
+@phi_app.command(
+    name="fit",
+    **_examples(
+        "looped phi fit runs.csv --variant baseline",
+        "looped phi fit runs.csv --variant baseline --output phi-report --processes 2",
+        "looped phi fit runs.csv --variant baseline --json",
+    ),
+)
 @sentence_errors
 def phi_fit(
     runs: Runs,
@@ -570,7 +1063,13 @@ def phi_fit(
     print(report.to_json() if as_json else report.text(), end="")
 
 
-@phi_app.command(name="compare")
+@phi_app.command(
+    name="compare",
+    **_examples(
+        "looped phi compare runs.csv runs.csv --variant baseline --other-variant hyperconnections",
+        "looped phi compare runs.csv runs.csv --variant baseline --other-variant hyperconnections --json",
+    ),
+)
 @sentence_errors
 def phi_compare(
     runs: Runs,
@@ -601,7 +1100,14 @@ def phi_compare(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "diagnose",
+        "looped diagnose demo-output --quick",
+        "looped diagnose demo-output --only exits --only lens --out exits-page --json",
+        "looped diagnose --compare HuggingFaceTB/SmolLM2-135M demo-output --out side-by-side",
+    )
+)
 @sentence_errors
 def diagnose(
     checkpoints: Annotated[list[str], typer.Argument(help="Folders or names on the Hub.")],
@@ -619,6 +1125,7 @@ def diagnose(
     only: Annotated[list[str] | None, typer.Option(help="Measurements, by name; repeatable. All by default.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder that holds other files.")] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Of models from the Hub.")] = False,
+    as_json: AsJson = False,
 ):
     """
     What each executed layer does: residual stream, skip effects, depth score, lens, order, gates, fixed points. One page
@@ -634,10 +1141,21 @@ def diagnose(
     page = run_diagnose(
         checkpoints, out, effort, data, num_recurrences, block, only, overwrite, trust_remote_code=trust_remote_code
     )
-    print(f"{page} shows what was measured; the numbers are in {page.parent / 'csv'}.")
+    if as_json:
+        made = json.loads((page.parent / "made_by.json").read_text(encoding="utf-8"))
+        print(to_json({"page": page, "csv": page.parent / "csv", "measurements": made["measurements"]}))
+    else:
+        print(f"{page} shows what was measured; the numbers are in {page.parent / 'csv'}.")
 
 
-@app.command()
+@app.command(
+    **_entry(
+        "advise",
+        "looped advise --budget 1e21 --memory 2",
+        "looped advise --budget 1e20 --inference-tokens 1e12 --recurrences 1,2,4",
+        "looped advise --budget 1e18 --runs runs.csv --variant baseline --json",
+    )
+)
 @sentence_errors
 def advise(
     budget: Annotated[float, typer.Option(help="FLOPs of training and serving together, such as 1e21.")],
@@ -651,7 +1169,7 @@ def advise(
     max_tokens: Annotated[float | None, typer.Option(help="Data there is to train on.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens in the cache of each sequence.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in the cache.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ):
     """Recurrences, width and tokens of least predicted loss for a budget and a memory, in the iso-depth family."""
     from modeling_looped.eval.held_out import parse_recurrences
@@ -667,7 +1185,100 @@ def advise(
     memory_bytes = None if memory is None else memory * 1e9
     options = {"max_tokens": max_tokens, "context": context, "batch": batch_size, "fitted": fitted}
     advice = find(law, draws, budget, memory_bytes, inference_tokens, parse_recurrences(recurrences), **options)
-    print(json.dumps({"notes": advice.notes, "options": advice.table.to_dict("records")}) if as_json else advice)
+    print(to_json({"notes": advice.notes, "options": advice.table.to_dict("records")}) if as_json else advice)
+
+
+Licence = Annotated[str | None, typer.Option("--license", help="For the card, such as apache-2.0.")]
+BaseModel = Annotated[str | None, typer.Option(help="For the card: the Hub name of the model it was made from.")]
+Datasets = Annotated[list[str] | None, typer.Option("--dataset", help="For the card: a Hub name; repeatable.")]
+Languages = Annotated[list[str] | None, typer.Option("--language", help="For the card, such as en; repeatable.")]
+
+
+@app.command(
+    **_entry(
+        "card",
+        "looped eval demo-output --recurrences 1..8 --max-tokens 4096 --save",
+        "looped card demo-output --license apache-2.0 --language en",
+        "looped card demo-output --json",
+    )
+)
+@sentence_errors
+def card(
+    checkpoint: Annotated[str, typer.Argument(help="The folder of a checkpoint.")],
+    results: Annotated[
+        str | None, typer.Option(help="A folder with lm-eval's results, which go to CHECKPOINT/evaluation first.")
+    ] = None,
+    license: Licence = None,
+    base_model: BaseModel = None,
+    datasets: Datasets = None,
+    languages: Languages = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the card, and write nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a README.md that was written or changed by hand.")
+    ] = False,
+    as_json: AsJson = False,
+):
+    """
+    Write CHECKPOINT's README.md and figure from what lies in its folder: configuration, recipe, logs, held-out losses,
+    lm-eval's results. What is not there is said to be missing. Your own text between the marks of the notes stays.
+    """
+    from modeling_looped.hub_cards.card import add_results, build_card, write_card
+
+    _quiet()
+    given = {"license": license, "base_model": base_model, "datasets": datasets, "language": languages}
+    if show or as_json:
+        if results is not None:
+            raise ValueError("--results puts files into CHECKPOINT: leave it out with --show and --json.")
+        built = build_card(checkpoint, **given)
+        print(to_json(built.data.to_dict()) if as_json else built)
+        return
+    if results is not None:
+        add_results(checkpoint, results)
+    print(write_card(checkpoint, overwrite, **given))
+
+
+@app.command(
+    **_entry(
+        "push",
+        "looped push demo-output me/looped-demo --dry-run",
+        "looped push demo-output me/looped-demo --dry-run --json",
+    )
+)
+@sentence_errors
+def push(
+    checkpoint: Annotated[str, typer.Argument(help="The folder of a checkpoint.")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the Hub; it is made if there is none.")],
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository; your account's setting by default.")
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Further files of the folder, such as 'notes/*'; repeatable.")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None,
+    license: Licence = None,
+    base_model: BaseModel = None,
+    datasets: Datasets = None,
+    languages: Languages = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List each file and what stays here; send nothing.")
+    ] = False,
+    as_json: AsJson = False,
+):
+    """
+    Upload CHECKPOINT in one commit: weights, code, tokenizer, card, plots and the numbers that the card quotes. Training
+    state, pickles and items of evaluation sets stay here. Log in with `hf auth login` first.
+    """
+    from modeling_looped.hub_cards.push import plan_upload
+    from modeling_looped.hub_cards.push import push as upload
+
+    _quiet()
+    given = {"license": license, "base_model": base_model, "datasets": datasets, "language": languages}
+    if dry_run:
+        plan = plan_upload(checkpoint, repo, tuple(include or ()), **given)
+        print(to_json(plan.to_dict()) if as_json else f"{plan}\nNothing was sent (dry run).")
+        return
+    commit = upload(checkpoint, repo, private, tuple(include or ()), message, **given)
+    print(to_json({"url": commit.commit_url, "commit": commit.oid}) if as_json else commit.commit_url)
 
 
 @convert_app.command(name="iso-depth")
@@ -684,7 +1295,7 @@ def convert_iso_depth(
 
 
 def main():
-    app()
+    app(prog_name="looped")
 
 
 if __name__ == "__main__":

@@ -129,6 +129,23 @@ def _item_text(doc: dict, delimiter: str) -> str:
     return f"{context}{delimiter}{answer}"
 
 
+def contamination_rows(rows: Iterable[tuple[str, Overlap]]) -> list[dict]:
+    """What `contamination_table` says, and which items it is, by their numbers from 0."""
+    return [
+        {
+            "task": name,
+            "items": found.items,
+            "too_short": found.unjudged,
+            "n": found.n,
+            "items_touched": found.num_touched,
+            "touched": list(found.touched),
+            "share_of_items": found.share,
+            "mean_share_of_ngrams": found.mean_share,
+        }
+        for name, found in rows
+    ]
+
+
 def contamination_table(rows: Iterable[tuple[str, Overlap]]) -> str:
     """A Markdown table of names, such as those of tasks, and what was found of each."""
     lines = [

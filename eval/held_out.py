@@ -1,14 +1,18 @@
 """Held-out loss of a causal language model at several recurrence counts, in nats per token and bits per byte."""
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_looped.recipes.tokens import text_stream
+from modeling_looped.recipes.versions import versions
 
 from .metrics import load_metric
 
@@ -86,6 +90,41 @@ def held_out_loss(
     bar.close()
     model.train(training)
     return results
+
+
+def save_held_out(
+    checkpoint: str | Path,
+    losses: Sequence[HeldOutLoss],
+    texts: Sequence[str],
+    name: str,
+    window: int,
+    command: list[str],
+) -> Path:
+    """
+    Keeps what `held_out_loss` measured as `held_out.json` in a checkpoint's folder, for its card: an earlier one is
+    replaced.
+
+    Args:
+        texts, name: What was read, and what it is called.
+        window: Tokens of a window.
+        command: How to measure it again, with `CHECKPOINT` for the folder.
+
+    Raises:
+        `ValueError`: where `checkpoint` is no folder.
+    """
+    if not Path(checkpoint).is_dir():
+        raise ValueError(f"--save keeps the losses in a checkpoint's folder, and {checkpoint} is none.")
+    digest = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
+    record = {
+        "command": command,
+        "text": {"name": name, "documents": len(texts), "sha256": digest},
+        "sequence_length": window,
+        "rows": [asdict(row) for row in losses],
+        "versions": versions(),
+    }
+    path = Path(checkpoint) / "held_out.json"
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 def held_out_batches(

@@ -17,7 +17,8 @@ from modeling_looped.interventions import executed_plan, skip
 from modeling_looped.looping import loop
 from modeling_looped.recipes.corpus import read_json_lines
 from modeling_looped.recipes.scoring import Continuation
-from modeling_looped.recipes.study import append_row, fingerprint, read_rows, versions
+from modeling_looped.recipes.study import append_row, fingerprint, read_rows
+from modeling_looped.recipes.versions import versions
 
 from .held_out import held_out_batches
 
@@ -219,6 +220,26 @@ def sweep_table(rows: Sequence[Mapping[str, str]]) -> str:
             cells.append(f"{text:>{len(measure)}}")
         lines.append(" ".join(cells[:1]) + " " + "  ".join(cells[1:]))
     return "\n".join(lines)
+
+
+def sweep_figures(rows: Sequence[Mapping[str, str]]) -> list[dict]:
+    """What `sweep_table` says, as numbers: the measures of each row, and their change from the model without a loop."""
+    base, looped, measures = _parts(rows)
+    figures = []
+    for row in [base, *looped]:
+        start = None if row is base else int(row["start"])
+        values = {measure: float(row[measure]) for measure in measures}
+        figures.append(
+            {
+                "start": start,
+                "stop": None if start is None else start + int(row["length"]),
+                "repeats": int(row["repeats"]),
+                "tokens": int(row["tokens"]),
+                "values": values,
+                "changes": {measure: value - float(base[measure]) for measure, value in values.items()},
+            }
+        )
+    return figures
 
 
 def plot_sweep(rows: Sequence[Mapping[str, str]], path: str | Path) -> None:

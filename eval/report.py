@@ -397,18 +397,15 @@ def write_report(
     output_dir: str | Path,
     reference: str | None = None,
     overwrite: bool = False,
-    card: str | Path | None = None,
 ) -> Path:
     """
     Writes `report.md` and a `report_GROUP.png` for each group that can be drawn into `output_dir`, and returns the path
-    of the first. An earlier report is replaced; `overwrite` replaces any other `report.md` too. The card of the
-    checkpoint `card` gets the tables as in `add_to_card`.
+    of the first. An earlier report is replaced; `overwrite` replaces any other `report.md` too. A model card gets its
+    tables from the same results by `hub_cards.card.write_card`.
 
     Raises:
-        `ValueError`: where `report.md` is not one of ours, no run has the label `reference`, or there is no card.
+        `ValueError`: where `report.md` is not one of ours, or no run has the label `reference`.
     """
-    if card is not None:
-        _card_of(card)
     path = Path(output_dir) / "report.md"
     if path.exists() and not overwrite and path.read_text(encoding="utf-8", errors="replace").split("\n")[0] != MARKER:
         raise ValueError(f"{path} is no report of looped eval-report: choose another --output, or pass --overwrite.")
@@ -421,42 +418,24 @@ def write_report(
             figures[group] = f"report_{name}.png"
             figure.savefig(path.parent / figures[group], dpi=150)
     path.write_text(_text(comparison, figures), encoding="utf-8")
-    if card is not None:
-        _put_into(_card_of(card), comparison)
     return path
 
 
-def add_to_card(runs: Sequence[Run], checkpoint: str | Path, reference: str | None = None) -> Path:
-    """
-    Puts the tables of the report into the model card `README.md` of a checkpoint, before its section on training or at
-    its end; those of an earlier call are replaced, and nothing else is touched. Returns the card's path.
-
-    Raises:
-        `ValueError`: where there is no card.
-    """
-    path = _card_of(checkpoint)
-    _put_into(path, Comparison(runs, reference))
-    return path
-
-
-def _card_of(checkpoint: str | Path) -> Path:
-    path = Path(checkpoint) / "README.md"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: --card wants a checkpoint with a model card.")
-    return path
-
-
-def _put_into(path: Path, comparison: Comparison) -> None:
-    begin, end = "<!-- evaluation: looped eval-report -->", "<!-- end of evaluation -->"
-    card = path.read_text(encoding="utf-8")
-    before, found, after = card.partition(begin)
-    if found:
-        after = after.partition(end)[2].lstrip("\n")
-    else:
-        before, found, after = card.partition("## Training\n")
-        after = found + after
-    body = _text(comparison, {}).removeprefix(MARKER).replace("\n#", "\n##")  # a section of the card
-    path.write_text(f"{before.rstrip()}\n\n{begin}\n{body.strip()}\n{end}\n\n{after}".rstrip() + "\n", encoding="utf-8")
+def comparison_rows(comparison: Comparison) -> list[dict]:
+    """The report's cells, a row for each group, metric, task of it and run; a group's own mean has the task None."""
+    rows = []
+    for group in comparison.groups:
+        for metric in comparison.metrics(group):
+            for name in (*comparison.members(group, metric), group):
+                shared = {"group": group, "metric": metric, "task": None if name == group else name}
+                chance = {"random": comparison.baseline(RANDOM, name, metric)}
+                chance["majority"] = comparison.baseline(MAJORITY, name, metric)
+                for run in comparison.runs:
+                    value = comparison.value(run, name, metric)
+                    error = None if value is None else comparison.error(run, name, metric)
+                    p = None if run is comparison.reference else comparison.p(run, name, metric)
+                    rows.append({**shared, "run": run.label, "value": value, "error": error, "p": p, **chance})
+    return rows
 
 
 def _text(comparison: Comparison, figures: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
@@ -24,6 +25,8 @@ from lm_eval.loggers import EvaluationTracker, TrackioLogger, WandbLogger
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
+from looped_cli import ends_in_a_sentence
+
 from . import harness  # noqa: F401  makes the model known
 from .held_out import parse_recurrences
 
@@ -32,7 +35,7 @@ TASKS = str(files("modeling_looped.eval") / "tasks")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Ends with status 2 and a sentence on what a user can correct."""
+    """The command. Errors end in a sentence and the status of `looped`'s."""
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--data-dir", "--data_dir", action="append", default=[], dest="data_dir")
     ours.add_argument("--recurrences")
@@ -41,20 +44,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(__doc__)
     setup_logging()
     args = _lm_eval_arguments(rest)
-    try:
+    with ends_in_a_sentence("modeling_looped.eval"):
         if args.command != "run":
             if hasattr(args, "include_path"):
                 args.include_path = _include(args.include_path)
             HarnessCLI().execute(args)
             return
-        run(args, asked.data_dir, None if asked.recurrences is None else parse_recurrences(asked.recurrences))
-    except (ValueError, OSError) as error:
-        print(f"modeling_looped.eval: {error}", file=sys.stderr)
-        sys.exit(2)
+        counts = None if asked.recurrences is None else parse_recurrences(asked.recurrences)
+        run(args, asked.data_dir, counts, sys.argv[1:] if arguments is None else list(arguments))
 
 
-def run(args: argparse.Namespace, data_dirs: Sequence[str] = (), counts: Sequence[int] | None = None) -> list[dict]:
-    """lm-eval's `run` with its parsed `args`. Returns the results at each of `counts`; `[None]` on other ranks than 0."""
+def run(
+    args: argparse.Namespace,
+    data_dirs: Sequence[str] = (),
+    counts: Sequence[int] | None = None,
+    arguments: Sequence[str] = (),
+) -> list[dict]:
+    """
+    lm-eval's `run` with its parsed `args`. Returns the results at each of `counts`; `[None]` on other ranks than 0. They
+    record how the command was called with `arguments`.
+    """
     args.model = args.model or ("looped" if args.config is None else None)
     config = EvaluatorConfig.from_cli(args)
     if counts is not None and config.model != "looped":
@@ -82,8 +91,35 @@ def run(args: argparse.Namespace, data_dirs: Sequence[str] = (), counts: Sequenc
     for results, tracker in _evaluations(model, config, tasks, manager, counts):
         done.append(results)
         if results is not None:
+            if arguments:
+                results["config"]["command"] = recorded_command(arguments)
             _keep(results, tracker, config)
     return done
+
+
+def recorded_command(arguments: Sequence[str]) -> list[str]:
+    """
+    How to call the command again, without this machine's folders: the model is `CHECKPOINT`, the output `reproduced`,
+    and local data is called by its last name.
+    """
+
+    def changed(option: str | None, value: str) -> str:
+        if option in ("--output_path", "-o"):
+            return "reproduced"
+        if option in ("--model_args", "-a"):
+            return re.sub(r"(^|,)(pretrained|model)=[^,]*", r"\1\2=CHECKPOINT", value)
+        if option in ("--data-dir", "--data_dir", "--include_path", "--config", "-C"):
+            return os.path.basename(value.rstrip(os.sep))
+        return value
+
+    words, option = [], None
+    for word in arguments:
+        if word.startswith("-"):
+            option, equals, value = word.partition("=")
+            words.append(f"{option}={changed(option, value)}" if equals else word)
+        else:
+            words.append(changed(option, word))
+    return ["python", "-m", "modeling_looped.eval", *words]
 
 
 def find_tasks(asked: Sequence[str] | str, include: list[str], metadata: dict) -> tuple[list[str], TaskManager]:

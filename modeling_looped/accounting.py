@@ -36,6 +36,16 @@ def parameter_counts(config: PreTrainedConfig) -> dict[str, int]:
     return counts
 
 
+def effective_parameters(config: PreTrainedConfig, num_recurrences: int | None = None) -> int:
+    """Parameters of the same model with weights of its own for each executed layer, embeddings and head as they are."""
+    sizes, ends, total = _sizes(config), config.plan(num_recurrences).ends, parameter_counts(config)["total"]
+    executed = ends[0], ends[-2] - ends[0], ends[-1] - ends[-2]
+    for section, layers in zip(SECTIONS, executed):
+        if stored := _stored(config, section):
+            total += (layers - stored) * (_elements(sizes, section) - sizes[section, 3]) // stored
+    return total
+
+
 def training_flops_per_token(
     config: PreTrainedConfig,
     sequence_length: int | None = None,
@@ -176,26 +186,62 @@ def inference_bytes(
     return bytes_per_value * parameter_counts(config)["total"] + cache
 
 
+def accounting_figures(
+    config: PreTrainedConfig, recurrences: list[int] | None = None, sequence_length: int | None = None
+) -> dict:
+    """
+    Everything above: parameters by part, and a row for each number of recurrences with the FLOPs per token in each
+    convention that the family has.
+    """
+    length = config.max_position_embeddings if sequence_length is None else sequence_length
+    rows = []
+    for count in recurrences or [config.num_recurrences]:
+        config.check_recurrences(count)
+        layers = config.plan(count).effective_depth
+        row = {
+            "num_recurrences": count,
+            "executed_layers": layers,
+            "kv_cache_bytes": kv_cache_bytes(config, length, num_recurrences=count),
+            "iso_depth": {
+                "forward_flops_per_token": forward_flops_per_token(config, length, count),
+                "training_flops_per_token": training_flops_per_token(config, length, count),
+            },
+        }
+        if hasattr(config, "dense_twin"):
+            against = dense_comparison(config, length, count)
+            row["recurrent_gpt"] = {
+                "dense_twin_forward_flops_per_token": against.dense,
+                "blocks_forward_flops_per_token": against.blocks,
+                "injection_forward_flops_per_token": against.overhead,
+                "ratio_to_dense": against.ratio,
+                "training_ratio": against.training_ratio,
+            }
+        if hasattr(config, "depth_plan"):
+            training = grown_flops_per_token(config, length, layers)
+            row["growing"] = {"forward_flops_per_token": training // 3, "training_flops_per_token": training}
+        rows.append(row)
+    named = {"model_type": config.model_type, "plan": str(config.plan()), "sequence_length": length}
+    return {**named, "parameters": parameter_counts(config), "rows": rows}
+
+
 def accounting_table(
     config: PreTrainedConfig, recurrences: list[int] | None = None, sequence_length: int | None = None
 ) -> str:
-    """Everything above as a text table, with one row for each number of recurrences."""
-    length = config.max_position_embeddings if sequence_length is None else sequence_length
-    recurrences = recurrences or [config.num_recurrences]
-    rows = [f"{config.model_type} {config.plan()}", "", "parameters"]
-    rows += [f"  {part:<10} {count:>15,}" for part, count in parameter_counts(config).items()]
+    """`accounting_figures` as a text table."""
+    figures = accounting_figures(config, recurrences, sequence_length)
+    length = figures["sequence_length"]
+    rows = [f"{figures['model_type']} {figures['plan']}", "", "parameters"]
+    rows += [f"  {part:<10} {count:>15,}" for part, count in figures["parameters"].items()]
     rows += [
         "",
         f"iso-depth convention (arXiv 2604.21106), at {length:,} tokens of context; attention over all, head too",
         "recurrences  executed layers  forward FLOPs/token  training FLOPs/token  KV cache bytes (bf16)",
     ]
-    for count in recurrences:
-        config.check_recurrences(count)
+    for row in figures["rows"]:
+        flops = row["iso_depth"]
         rows.append(
-            f"{count:11d}  {config.plan(count).effective_depth:15d}  "
-            f"{forward_flops_per_token(config, length, count):19,}  "
-            f"{training_flops_per_token(config, length, count):20,}  "
-            f"{kv_cache_bytes(config, length, num_recurrences=count):21,}"
+            f"{row['num_recurrences']:11d}  {row['executed_layers']:15d}  {flops['forward_flops_per_token']:19,}  "
+            f"{flops['training_flops_per_token']:20,}  {row['kv_cache_bytes']:21,}"
         )
     if hasattr(config, "dense_twin"):
         rows += [
@@ -203,11 +249,14 @@ def accounting_table(
             f"RecurrentGPT convention (arXiv 2608.15062), at {length:,} tokens of context, GFLOPs forward; no head",
             "recurrences   dense twin  blocks  injection  ratio to dense  training ratio at 1..recurrences",
         ]
-        for count in recurrences:
-            row = dense_comparison(config, length, count)
+        for row in figures["rows"]:
+            flops = row["recurrent_gpt"]
+            dense, blocks, injection = (
+                flops[f"{part}_forward_flops_per_token"] / 1e9 for part in ("dense_twin", "blocks", "injection")
+            )
             rows.append(
-                f"{count:11d}  {row.dense / 1e9:11.4f}  {row.blocks / 1e9:6.4f}  {row.overhead / 1e9:9.4f}  "
-                f"{row.ratio:14.3f}  {row.training_ratio:32.3f}"
+                f"{row['num_recurrences']:11d}  {dense:11.4f}  {blocks:6.4f}  {injection:9.4f}  "
+                f"{flops['ratio_to_dense']:14.3f}  {flops['training_ratio']:32.3f}"
             )
     if hasattr(config, "depth_plan"):
         rows += [
@@ -215,10 +264,12 @@ def accounting_table(
             f"growing convention (arXiv 2602.16490), at {length:,} tokens of context; head too, no norms",
             "recurrences  executed layers  forward FLOPs/token  training FLOPs/token",
         ]
-        for count in recurrences:
-            layers = config.plan(count).effective_depth
-            training = grown_flops_per_token(config, length, layers)
-            rows.append(f"{count:11d}  {layers:15d}  {training // 3:19,}  {training:20,}")
+        for row in figures["rows"]:
+            flops = row["growing"]
+            rows.append(
+                f"{row['num_recurrences']:11d}  {row['executed_layers']:15d}  {flops['forward_flops_per_token']:19,}  "
+                f"{flops['training_flops_per_token']:20,}"
+            )
     return "\n".join(rows)
 
 

@@ -18,7 +18,8 @@ from modeling_looped.eval.exit_curve import exit_curve
 from .demo import prepare_data, training_figures
 from .pretrain import PretrainRecipe, pretrain
 from .recipe import hint
-from .study import append_row, changed_fields, fingerprint, read_rows, read_study, study_texts, versions
+from .study import append_row, changed_fields, fingerprint, read_rows, read_study, study_texts
+from .versions import versions
 from .tokens import TokenRows, token_stream
 
 
@@ -272,18 +273,43 @@ def _fingerprint(recipe: CompareRecipe, train, validation) -> str:
     return fingerprint({**shared, "training": changed_fields(recipe.training)}, train, validation)
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    """Mean and standard deviation over seeds of each system, cell and matching, as Markdown."""
+def summary(recipe: str) -> dict:
+    """The files of a comparison, and what `table` says of its rows so far."""
+    checked = read_recipe(recipe)
+    rows = figures(read_rows(Path(checked.results)))
+    return {"results": checked.results, "figure": checked.figure if rows else None, "rows": rows}
+
+
+def figures(rows: list[dict[str, str]]) -> list[dict]:
+    """Mean and standard deviation over seeds of each system, cell and matching."""
     groups: dict[tuple, list[dict[str, str]]] = {}
     for row in rows:
         groups.setdefault((row["cell"], row["matching"], row["system"]), []).append(row)
-    lines = ["| cell | matched by | system | parameters | steps | TFLOP | nats/token | sd | seeds |", "|---" * 9 + "|"]
+    found = []
     for (cell, matching, system), runs in groups.items():
         losses = [float(run["nats_per_token"]) for run in runs]
-        deviation = f"{statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+        found.append(
+            {
+                "cell": cell,
+                "matching": matching,
+                "system": system,
+                **{name: int(runs[0][name]) for name in ("parameters", "steps", "training_flops")},
+                "nats_per_token": statistics.mean(losses),
+                "sd": statistics.stdev(losses) if len(losses) > 1 else None,
+                "seeds": len(losses),
+            }
+        )
+    return found
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """`figures` as Markdown."""
+    lines = ["| cell | matched by | system | parameters | steps | TFLOP | nats/token | sd | seeds |", "|---" * 9 + "|"]
+    for row in figures(rows):
+        deviation = "" if row["sd"] is None else f"{row['sd']:.3f}"
         lines.append(
-            f"| {cell} | {matching} | {system} | {int(runs[0]['parameters']):,} | {runs[0]['steps']} "
-            f"| {int(runs[0]['training_flops']) / 1e12:.2f} | {statistics.mean(losses):.3f} | {deviation} | {len(losses)} |"
+            f"| {row['cell']} | {row['matching']} | {row['system']} | {row['parameters']:,} | {row['steps']} "
+            f"| {row['training_flops'] / 1e12:.2f} | {row['nats_per_token']:.3f} | {deviation} | {row['seeds']} |"
         )
     return "\n".join(lines)
 

@@ -10,7 +10,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +18,8 @@ import torch
 
 from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
 from modeling_looped.accounting import forward_flops_per_token, parameter_counts, training_flops_per_token
+from modeling_looped.hub_cards.card import ForeignCard, write_card
+from modeling_looped.hub_cards.facts import EVALUATION
 
 from .corpus import read_texts, split_by_name, standard_library
 from .pretrain import PretrainRecipe, PretrainResult, newest_checkpoint, pretrain, recent_mean
@@ -45,7 +46,7 @@ SIZES = {
     "large": DemoSize(1280, 10, (2, 4, 2), 32064, 2048, PretrainRecipe(total_steps=40_000, batch_size=256, **_DEPTHS)),
 }
 RECURRENCES, MOST_RECURRENCES = 4, 8
-EVALUATION = "looped_axis_reasoning_primitives"
+TASKS = "looped_axis_reasoning_primitives"
 PROMPT = "def read_lines(path):\n"
 
 
@@ -117,7 +118,7 @@ def demo(
     # From here on everything is measured on what was written, in fresh processes, as a user would load it.
     held_out = work / "validation.jsonl"
     _write_jsonl(held_out, validation_texts)
-    cap = ["--max-tokens", str(2048 if quick else 32768)]
+    prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
     facts = {
         "parameters": parameter_counts(config),
         "training": {
@@ -128,16 +129,18 @@ def demo(
         },
         "settings": settings,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "prompt": prompt,
+        "limits": ["A demonstration trained for minutes. It writes the look of its data, not its sense."],
     }
     _write_json(output / "metrics.json", facts)  # which lm-eval's results quote
-    prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
     sampling = ["--max-new-tokens", "96", "--temperature", "0.7", "--seed", str(seed)]
+    depths = ["--recurrences", f"1..{MOST_RECURRENCES}", "--max-tokens", str(2048 if quick else 32768)]
+    text = [] if data is None else [str(held_out)]
     with ThreadPoolExecutor() as together:  # most of each is Python's start
-        counts, limit = f"1..{MOST_RECURRENCES}", 4 if quick else 50
-        measured = together.submit(_looped, "eval", str(output), str(held_out), "--recurrences", counts, "--json", *cap)
+        measured = together.submit(_looped, "eval", str(output), *text, *depths, "--save", "--json")
         generated = together.submit(_looped, "generate", str(output), prompt, *sampling)
-        evaluated = together.submit(_evaluate, output, work / "eval", limit)
-    losses, sample, runs = json.loads(measured.result()), generated.result(), evaluated.result()
+        evaluated = together.submit(_evaluate, output, 4 if quick else 50)
+    losses, sample, evaluation = json.loads(measured.result()), generated.result(), evaluated.result()
     for row in losses:
         row["gflops"] = forward_flops_per_token(config, num_recurrences=row["num_recurrences"]) / 1e9
     held_out_tokens = token_stream(tokenizer, validation_texts)
@@ -147,9 +150,10 @@ def demo(
         **facts,
     }
     _write_json(output / "metrics.json", metrics)
-    _plot(output / "loss_vs_recurrences.png", losses, metrics["unigram_nats_per_token"])
-    _write_card(output, config, metrics, prompt)
-    evaluation = _evaluation_in_card(output, runs, limit)
+    try:
+        write_card(output, overwrite)
+    except ForeignCard as error:  # of somebody who wrote into the card, and called the demo again
+        print(error, file=sys.stderr)
     print(f"\n{sample}\n")
     print("recurrences  nats/token  bits/byte  GFLOPs/token")
     for row in losses:
@@ -222,34 +226,27 @@ def _write_jsonl(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def _evaluate(output: Path, results: Path, limit: int) -> list | None:
-    """The reasoning primitives, which need no data, at one and all recurrences; nothing where lm-eval is missing."""
+def _evaluate(output: Path, limit: int) -> str:
+    """The reasoning primitives, which need no data, at one and all recurrences. Returns a line for the reader."""
     if find_spec("lm_eval") is None:
-        return None
-    from modeling_looped.eval.report import read_runs
+        return "lm-eval is not installed, so the card has no evaluation: pip install 'modeling-looped[eval]'."
+    from modeling_looped.eval.report import Comparison, read_runs
 
+    results = output / EVALUATION
     if results.exists():
         shutil.rmtree(results)
     command = [
-        "--model_args", f"pretrained={output}", "--tasks", EVALUATION, "--recurrences", f"1,{RECURRENCES}",
+        "--model_args", f"pretrained={output}", "--tasks", TASKS, "--recurrences", f"1,{RECURRENCES}",
         "--limit", str(limit), "--batch_size", "16", "--output_path", str(results),
     ]  # fmt: skip
     run = subprocess.run([sys.executable, "-m", "modeling_looped.eval", *command], capture_output=True, text=True)
     if run.returncode:
-        raise RuntimeError(f"python -m modeling_looped.eval ended with {run.returncode}:\n{run.stderr[-2000:]}")
-    return read_runs([results])
-
-
-def _evaluation_in_card(output: Path, runs: list | None, limit: int) -> str:
-    """Returns a line for the reader."""
-    if runs is None:
-        return "lm-eval is not installed, so the card has no evaluation: pip install 'modeling-looped[eval]'."
-    from modeling_looped.eval.report import Comparison, add_to_card
-
-    add_to_card(runs, output)
+        print(run.stderr[-2000:], file=sys.stderr)
+        raise RuntimeError(f"python -m modeling_looped.eval ended with {run.returncode}; its message stands above.")
+    runs = read_runs([results])
     found = Comparison(runs)
-    losses = ", ".join(f"{found.value(run, EVALUATION, 'continuation_loss'):.3f}" for run in runs)
-    return f"{EVALUATION}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} ({limit} items a task; README.md)"
+    losses = ", ".join(f"{found.value(run, TASKS, 'continuation_loss'):.3f}" for run in runs)
+    return f"{TASKS}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} ({limit} items a task; README.md)"
 
 
 def _looped(*arguments: str) -> str:
@@ -258,76 +255,3 @@ def _looped(*arguments: str) -> str:
     if run.returncode:
         raise RuntimeError(f"looped {arguments[0]} ended with {run.returncode}; its message stands above.")
     return run.stdout.rstrip("\n")
-
-
-def _plot(path: Path, losses: list[dict], unigram: float) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    counts = [row["num_recurrences"] for row in losses]
-    nats = [row["nats_per_token"] for row in losses]
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    axes.plot(counts, nats, marker="o", color="#1f5fa8")
-    for count, value in zip(counts, nats):
-        axes.annotate(
-            f"{value:.3f}", (count, value), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8
-        )
-    axes.axvline(RECURRENCES, color="0.7", linewidth=1, linestyle="--", zorder=0)
-    axes.text(RECURRENCES + 0.06, max(nats), "default", color="0.45", fontsize=8, va="top")
-    spread = max(nats) - min(nats)
-    axes.set_ylim(min(nats) - 0.15 * spread - 0.01, max(nats) + 0.25 * spread + 0.01)
-    axes.set(xlabel="recurrences (passes over the core)", ylabel="held-out loss (nats per token)", xticks=counts)
-    axes.set_title(f"One model, its depth turned at run time (unigram model: {unigram:.2f})", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.92")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _write_card(output: Path, config: LoopedGPTConfig, metrics: dict, prompt: str) -> None:
-    from huggingface_hub import ModelCard, ModelCardData
-
-    training, settings = metrics["training"], metrics["settings"]
-    loss = metrics["validation"][RECURRENCES - 1]
-    plan = config.plan()
-    card = ModelCard.from_template(
-        ModelCardData(
-            library_name="transformers",
-            pipeline_tag="text-generation",
-            tags=["looped", "recurrent-depth", "modeling-looped", config.model_type],
-        ),
-        template_path=str(files("modeling_looped.hub_cards") / "base.md"),
-        title=f"LoopedGPT {plan}",
-        summary="A looped language model: one block of layers is run several times, and how often is chosen per call.",
-        plan=str(plan),
-        unique_layers=plan.unique_layers,
-        effective_depth=plan.effective_depth,
-        num_recurrences=config.num_recurrences,
-        trained_recurrences=config.trained_recurrences,
-        injection=config.injection,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        counts=metrics["parameters"],
-        prompt=prompt,
-        losses=metrics["validation"],
-        evaluation=(
-            f"Over {loss['tokens']:,} held-out tokens ({loss['bytes']:,} bytes) in windows of "
-            f"{config.max_position_embeddings}; a unigram model of the same tokens has "
-            f"{metrics['unigram_nats_per_token']:.4f} nats. Measured by `looped eval` on this directory."
-        ),
-        training=(
-            f"{training['steps']:,} steps of {settings['batch_size']} rows of {config.max_position_embeddings} tokens "
-            f"({training['tokens']:,} tokens) of {settings['data']}, in {training['seconds']} s at "
-            f"{training['tokens_per_second']:,} tokens per second; recurrences drawn per step "
-            f"({settings['depth_scheme']}, at most {config.trained_recurrences}). Muon on the matrices, AdamW on the "
-            "rest; `metrics.json` has every setting. Made by `looped demo`."
-        ),
-        limits="A demonstration trained for minutes. It writes the look of its data, not its sense.",
-        citation=(
-            "Kristian Schwethelm, Daniel Rückert, Georgios Kaissis. How Much Is One Recurrence Worth? Iso-Depth "
-            "Scaling Laws for Looped Language Models. arXiv 2604.21106, 2026."
-        ),
-    )
-    card.save(output / "README.md")

@@ -18,7 +18,8 @@ from modeling_looped.looping import loop
 from .demo import prepare_data, training_figures
 from .metrics import read_losses
 from .pretrain import PretrainRecipe, newest_checkpoint, pretrain
-from .study import append_row, changed_fields, fingerprint, read_rows, read_study, study_texts, versions
+from .study import append_row, changed_fields, fingerprint, read_rows, read_study, study_texts
+from .versions import versions
 from .tokens import TokenRows, token_stream
 
 
@@ -246,32 +247,76 @@ def _means(losses: list[float]) -> list[float]:
     return [statistics.mean(losses[i : i + CURVE_STEPS]) for i in range(0, len(losses), CURVE_STEPS)]
 
 
+def summary(name: str) -> dict:
+    """The files of a study, and what `table` and `repeat_table` say of its rows so far."""
+    recipe = read_recipe(name)
+    rows, repeated = (read_rows(Path(path)) for path in (recipe.results, recipe.repeat_results))
+    drawn = [recipe.figure, recipe.repeat_figure] if rows else []
+    files = {"results": recipe.results, "repeat_results": recipe.repeat_results, "figures": drawn}
+    return {**files, "rows": figures(rows), "repeats": repeat_figures(repeated)}
+
+
+def figures(rows: list[dict[str, str]]) -> list[dict]:
+    """Each system's size, cost and loss, over seeds."""
+    found = []
+    for system, runs in _by_system(rows).items():
+        losses = [float(run["nats_per_token"]) for run in runs]
+        sizes = {
+            name: int(runs[0][name]) for name in ("unique_layers", "executed_layers", "parameters", "training_flops")
+        }
+        found.append(
+            {
+                "system": system,
+                **sizes,
+                "nats_per_token": statistics.mean(losses),
+                "by_seed": {run["seed"]: loss for run, loss in zip(runs, losses)},
+            }
+        )
+    return found
+
+
 def table(rows: list[dict[str, str]]) -> str:
-    """Each system's size, cost and loss, over seeds, as Markdown."""
+    """`figures` as Markdown."""
     lines = [
         "| system | unique / executed layers | parameters | training TFLOP | nats/token | by seed |",
         "|---" * 6 + "|",
     ]
-    for system, runs in _by_system(rows).items():
-        losses = [float(run["nats_per_token"]) for run in runs]
-        first = runs[0]
+    for row in figures(rows):
         lines.append(
-            f"| {system} | {first['unique_layers']} / {first['executed_layers']} | {int(first['parameters']):,} "
-            f"| {int(first['training_flops']) / 1e12:.2f} | {statistics.mean(losses):.3f} "
-            f"| {', '.join(f'{loss:.3f}' for loss in losses)} |"
+            f"| {row['system']} | {row['unique_layers']} / {row['executed_layers']} | {row['parameters']:,} "
+            f"| {row['training_flops'] / 1e12:.2f} | {row['nats_per_token']:.3f} "
+            f"| {', '.join(f'{loss:.3f}' for loss in row['by_seed'].values())} |"
         )
     return "\n".join(lines)
 
 
-def repeat_table(rows: list[dict[str, str]]) -> str:
+def repeat_figures(rows: list[dict[str, str]]) -> list[dict]:
     """What a repeated block changes, against the same model without: best, mean and worst over starts and seeds."""
-    lines = ["| system | repeats | best (start) | mean | worst (start) |", "|---" * 5 + "|"]
+    found = []
     for (system, repeats), changes in _changes(rows).items():
         means = {start: statistics.mean(values) for start, values in changes.items()}
         best, worst = min(means, key=means.get), max(means, key=means.get)
+        found.append(
+            {
+                "system": system,
+                "repeats": repeats,
+                "best": means[best],
+                "best_start": best,
+                "mean": statistics.mean(means.values()),
+                "worst": means[worst],
+                "worst_start": worst,
+            }
+        )
+    return found
+
+
+def repeat_table(rows: list[dict[str, str]]) -> str:
+    """`repeat_figures` as Markdown."""
+    lines = ["| system | repeats | best (start) | mean | worst (start) |", "|---" * 5 + "|"]
+    for row in repeat_figures(rows):
         lines.append(
-            f"| {system} | +{repeats} | {means[best]:+.4f} ({best}) | {statistics.mean(means.values()):+.4f} "
-            f"| {means[worst]:+.4f} ({worst}) |"
+            f"| {row['system']} | +{row['repeats']} | {row['best']:+.4f} ({row['best_start']}) | {row['mean']:+.4f} "
+            f"| {row['worst']:+.4f} ({row['worst_start']}) |"
         )
     return "\n".join(lines)
 

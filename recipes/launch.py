@@ -6,13 +6,13 @@ import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.utils.logging import disable_progress_bar
 
+from looped_cli import ends_in_a_sentence, to_json
 from modeling_looped import GrownLlamaConfig, GrownLlamaForCausalLM
 from modeling_looped.accounting import grown_training_flops, parameter_counts
 from modeling_looped.growth import shrink
@@ -59,15 +59,26 @@ STAGES = {
 }
 
 
+EXAMPLES = {
+    "pretrain": (
+        "looped pretrain --config iso_depth --size 10 --budget_flops 1e18 --dry-run",
+        "looped pretrain --config smollm_360m_lidas --toy --output_dir runs/lidas",
+        "looped pretrain --config smollm_360m_lidas --toy --output_dir runs/lidas --resume auto",
+    ),
+    "cooldown": (
+        "looped cooldown --config cooldown_retrofit --toy --checkpoint runs/lidas/step-85 --dry-run",
+        "looped cooldown --config cooldown_retrofit --toy --checkpoint runs/lidas/step-85 --output_dir runs/cooldown",
+    ),
+}
+
+
 def main(stage: str, arguments: list[str] | None = None) -> None:
-    """The command of a stage. Ends with status 0 where the run is finished or was stopped and saved, 2 on errors."""
+    """The command of a stage. Ends with status 0 where the run is finished or was stopped and saved."""
     kind, description = STAGES[stage]
-    parsed = parse_recipe({"model": ModelSource, "data": DataRecipe, "training": kind, "run": RunOptions}, description, arguments)
-    try:
+    sections = {"model": ModelSource, "data": DataRecipe, "training": kind, "run": RunOptions}
+    parsed = parse_recipe(sections, description, arguments, stage, EXAMPLES[stage])
+    with ends_in_a_sentence(stage):
         launch(parsed, stage)
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"{stage}: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def launch(parsed: ParsedRecipe, stage: str):
@@ -86,7 +97,10 @@ def launch(parsed: ParsedRecipe, stage: str):
     check_depth(config, recipe)
     figures = run_figures(config, recipe, length)
     if parsed.dry_run:
-        print(describe(config, recipe, data, figures))
+        if parsed.as_json:
+            print(to_json(run_facts(config, recipe, data, figures)))
+        else:
+            print(describe(config, recipe, data, figures))
         return None
     options.check_installed()
     rows_per_rank(recipe, check_launcher())
@@ -135,8 +149,7 @@ def launch(parsed: ParsedRecipe, stage: str):
         training = {"steps": state["step"], "tokens": state["step"] * figures["tokens_per_step"]}
         if state["step"] == figures["steps"] or not figures["growth_steps"]:  # else what a step costs changes on the way
             training["flops"] = figures["flops"] * state["step"] / figures["steps"]
-        (folder / "metrics.json").write_text(json.dumps({"training": training}, indent=2) + "\n")
-        _write_card(folder, model, state, stage, recipe, data, length)
+        (folder / "metrics.json").write_text(json.dumps({"training": training, "stage": stage}, indent=2) + "\n")
 
     process_state().wait_for_everyone()
     seconds = None if options.limit_minutes is None else options.limit_minutes * 60
@@ -286,14 +299,35 @@ def run_figures(config: PreTrainedConfig, recipe: PretrainRecipe, length: int) -
     return figures
 
 
+def peak_rates(recipe: PretrainRecipe) -> dict[str, float]:
+    """The largest learning rate of each group of parameters."""
+    if recipe.optimizer == "adamw":
+        return {"all": recipe.adamw_lr}
+    head = recipe.head_lr or recipe.other_lr
+    return {"matrices": recipe.matrix_lr, "embedding": recipe.embedding_lr, "head": head, "norms": recipe.other_lr}
+
+
+def run_facts(config: PreTrainedConfig, recipe: PretrainRecipe, data: DataRecipe, figures: dict) -> dict:
+    """What a run will be, as numbers and names: what `describe` says."""
+    plan = trained_config(config, recipe).plan()
+    shape = {"unique_layers": plan.unique_layers, "executed_layers": plan.effective_depth}
+    return {
+        "model_type": config.model_type,
+        "plan": str(plan),
+        **shape,
+        **figures,
+        "batch_size": recipe.batch_size,
+        "growth_operator": recipe.growth_operator,
+        "retrofit_layers": recipe.retrofit_layers,
+        "optimizer": recipe.optimizer,
+        "peak_learning_rates": peak_rates(recipe),
+        "data": {name: source.share for name, source in data.sources.items()},
+    }
+
+
 def describe(config: PreTrainedConfig, recipe: PretrainRecipe, data: DataRecipe, figures: dict) -> str:
     """What a run will be, as text."""
-    plan = trained_config(config, recipe).plan()
-    if recipe.optimizer == "adamw":
-        rates = {"all": recipe.adamw_lr}
-    else:
-        rates = {"matrices": recipe.matrix_lr, "embedding": recipe.embedding_lr, "head": recipe.head_lr or recipe.other_lr,
-                 "norms": recipe.other_lr}  # fmt: skip
+    plan, rates = trained_config(config, recipe).plan(), peak_rates(recipe)
     lines = [
         ("model", f"{config.model_type} {plan}: {plan.unique_layers} unique layers, {plan.effective_depth} executed"),
         (
@@ -320,30 +354,3 @@ def describe(config: PreTrainedConfig, recipe: PretrainRecipe, data: DataRecipe,
         ("data", ", ".join(f"{name} {source.share:.2%}" for name, source in data.sources.items())),
     ]
     return "\n".join(f"{name:<15} {text}" for name, text in lines)
-
-
-def _write_card(folder: Path, model, state: dict, stage: str, recipe: PretrainRecipe, data: DataRecipe, length: int) -> None:
-    from huggingface_hub import ModelCard, ModelCardData
-
-    plan = model.config.plan()
-    card = ModelCard.from_template(
-        ModelCardData(
-            library_name="transformers",
-            pipeline_tag="text-generation",
-            tags=["looped", "recurrent-depth", "modeling-looped", model.config.model_type],
-        ),
-        template_path=str(files("modeling_looped.hub_cards") / "run.md"),
-        title=f"{type(model).__name__} {plan}",
-        plan=str(plan),
-        unique_layers=plan.unique_layers,
-        effective_depth=plan.effective_depth,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        num_recurrences=model.config.num_recurrences,
-        stage=stage,
-        step=state["step"],
-        total_steps=recipe.total_steps,
-        tokens=state["step"] * recipe.batch_size * length,
-        sources={name: f"{source.path} ({source.share:.2%})" for name, source in data.sources.items()},
-        validation_nats=state["validation_nats"],
-    )
-    card.save(folder / "README.md")

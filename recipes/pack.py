@@ -4,8 +4,9 @@ Packs every source of a recipe once, for runs to read: `looped pack --config REC
 """
 
 import shutil
-import sys
 from pathlib import Path
+
+from looped_cli import ends_in_a_sentence, to_json
 
 from .data import DataRecipe, HeldOut, check_fills_a_row, keep_tokenizer, open_tokenizer, pack, packed_name
 from .launch import STAGES, model_config
@@ -13,20 +14,28 @@ from .pretrain import RunOptions
 from .recipe import ModelSource, parse_recipe
 
 
+EXAMPLES = (
+    "looped pack --config iso_depth --toy --dry-run",
+    "looped pack --config iso_depth --toy --output_dir packed",
+    "looped pretrain --config iso_depth --toy --packed_dir packed --output_dir runs/packed",
+)
+
+
 def main(arguments: list[str] | None = None) -> None:
     sections = {"model": ModelSource, "data": DataRecipe, "training": STAGES["cooldown"][0], "run": RunOptions}
-    parsed = parse_recipe(sections, __doc__.strip().splitlines()[0], arguments)
-    try:
+    description = "Pack the data of a recipe once, for runs that get --packed_dir."
+    parsed = parse_recipe(sections, description, arguments, "pack", EXAMPLES)
+    with ends_in_a_sentence("pack"):
         _pack(parsed)
-    except (ValueError, OSError) as error:
-        print(f"pack: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _pack(parsed) -> None:
     source, data = parsed.sections["model"], parsed.sections["data"]
     config = model_config(source)
     length = data.sequence_length or config.max_position_embeddings
+    if parsed.dry_run and parsed.as_json:
+        print(to_json({"sources": list(data.sources), "tokens_per_row": length + 1, "packing": data.packing}))
+        return
     if parsed.dry_run:
         print(f"{', '.join(data.sources)}: rows of {length + 1:,} tokens, {data.packing}")
         return

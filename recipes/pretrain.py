@@ -24,6 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from modeling_looped.accounting import training_flops_per_token
 from modeling_looped.depth_sampling import DepthSampler
 from modeling_looped.growth import OPERATORS, grow, grow_prepared, grow_sharded, growth_schedule, growth_steps, shrink
+from modeling_looped.hub_cards.card import write_card_if_possible
 from modeling_looped.keyed_noise import NoiseKey, set_noise_key
 from modeling_looped.looping import add_recurrence
 
@@ -641,6 +642,7 @@ def _save(accelerator, output_dir, wrapped, optimizers, rows, state, tokenizer, 
             if decorate is not None:
                 with as_unsharded(model):
                     decorate(folder, model, state)
+            write_card_if_possible(folder)
 
         output_dir.mkdir(parents=True, exist_ok=True)
         write_checkpoint(output_dir, state["step"], write, keep_last, keep)

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from transformers import AutoConfig, PreTrainedConfig
 
+from looped_cli import ends_in_a_sentence, example_block
 from modeling_looped import LoopedGPTConfig
 
 
@@ -158,7 +159,7 @@ class ModelSource:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{what}={name!r} holds no configuration" + (f": did you mean {near[0]!r}?" if near else f" ({reason}).")
-            ) from None
+            ) from error  # a network that is not there is no fault of the call
 
 
 @dataclass
@@ -171,9 +172,16 @@ class ParsedRecipe:
     resume: str | None
     overwrite: bool
     dry_run: bool
+    as_json: bool = False
 
 
-def parse_recipe(sections: dict[str, type], description: str, arguments: Sequence[str] | None = None) -> ParsedRecipe:
+def parse_recipe(
+    sections: dict[str, type],
+    description: str,
+    arguments: Sequence[str] | None = None,
+    command: str = "pretrain",
+    examples: Sequence[str] = (),
+) -> ParsedRecipe:
     """
     The recipe that a script is asked to run: `--config` names a YAML file or a bundled recipe, `--toy` lays the
     recipe's own `toy` section over it, and every field of every section is an option that overrides both. What the
@@ -182,20 +190,28 @@ def parse_recipe(sections: dict[str, type], description: str, arguments: Sequenc
     Args:
         sections: A dataclass for each section of the YAML. Field names differ between them.
         arguments: Instead of the command line's.
+        command: What it is called, after `looped`.
+        examples: Calls that the help ends with.
     """
-    parser = _parser(sections, description)
-    try:
-        return _parse(parser, sections, arguments)
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    with ends_in_a_sentence(command):
+        return _parse(_parser(sections, description, command, examples), sections, arguments)
 
 
-def _parser(sections: dict[str, type], description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+def _parser(
+    sections: dict[str, type], description: str, command: str, examples: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"looped {command}",
+        description=description,
+        epilog=example_block(examples).strip() if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # an example stays one line
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", required=True, metavar="RECIPE", help="A recipe .yaml, or the name of a bundled one.")
     parser.add_argument("--output_dir", metavar="DIR", help="Where checkpoints, metrics and packed data go.")
     parser.add_argument("--toy", action="store_true", help="The recipe's small twin, which two CPU cores run in minutes.")
     parser.add_argument("--dry-run", dest="dry_run", action="store_true", help="Print model, tokens and FLOPs; write nothing.")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="With --dry-run: print JSON.")
     parser.add_argument("--resume", choices=["auto"], help="auto continues from the newest checkpoint in DIR, if any.")
     parser.add_argument("--overwrite", action="store_true", help="Delete the run that DIR holds, and start again.")
     for section, kind in sections.items():
@@ -233,7 +249,9 @@ def _parse(parser: argparse.ArgumentParser, sections: dict[str, type], arguments
         raise ValueError("--output_dir is missing: name the folder of this run, or ask for a --dry-run.")
     if given.resume and given.overwrite:
         raise ValueError("--resume continues a run and --overwrite deletes it: give one of the two.")
-    return ParsedRecipe(made, values, given.output_dir, given.resume, given.overwrite, given.dry_run)
+    if given.as_json and not given.dry_run:
+        raise ValueError("--json prints the figures of a --dry-run: add that, or leave it out.")
+    return ParsedRecipe(made, values, given.output_dir, given.resume, given.overwrite, given.dry_run, given.as_json)
 
 
 def recipe_layers(name: str, sections: dict[str, type], toy: bool = False) -> list[dict[str, dict]]:

@@ -36,8 +36,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_torch_bf16_gpu_available
 from transformers.utils import logging as transformers_logging
 
+from looped_cli import ends_in_a_sentence, to_json
 from modeling_looped.decoder_stack import decoder_stack
 from modeling_looped.depth_sampling import DepthSampler, DepthSamplingCallback
+from modeling_looped.hub_cards.card import write_card_if_possible
 from modeling_looped.looping import apply_loops, load, unroll
 
 from .corpus import open_dataset, read_json_lines
@@ -45,8 +47,8 @@ from .optimizers import fastest_dtype
 from .pretrain import check_ranks, process_state, rows_per_rank
 from .recipe import hint, parse_recipe
 from .scoring import Continuation, continuation_begin, score_continuations
-from .study import versions
 from .synthetic import FORMS, ChoiceItem, variable_assignment
+from .versions import versions
 
 
 BUILT_IN = "variable-assignment"
@@ -400,6 +402,8 @@ def sft(
     if trainer.is_world_process_zero():
         (output_dir / "training_args.bin").unlink(missing_ok=True)  # a pickle of what sft.json says in the open
         _write_result(output_dir, result, {**about, **(settings or {})})
+        if peft_config is None:  # peft writes the card of an adapter
+            write_card_if_possible(output_dir)
         shutil.rmtree(folder)
     trainer.accelerator.wait_for_everyone()
     return result
@@ -760,18 +764,23 @@ def _held_out_row(trainer, held_out: list[dict]) -> list[dict]:
     return [{"loss": trainer.evaluate()["eval_loss"], "count": len(held_out)}] if held_out else []
 
 
+EXAMPLES = (
+    "looped sft --config sft_variable_assignment --toy --checkpoint demo-output --dry-run",
+    "looped sft --config sft_variable_assignment --toy --checkpoint demo-output --output_dir runs/sft",
+    "looped sft --config sft_variable_assignment --toy --checkpoint demo-output --lora_rank 8 --output_dir runs/lora",
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     sections = {"model": SftModel, "data": SftData, "training": SftTraining}
-    parsed = parse_recipe(sections, "Fine-tune a model with trl, all of it or LoRA adapters.", arguments)
-    try:
+    description = "Fine-tune a model with trl, all of it or LoRA adapters."
+    parsed = parse_recipe(sections, description, arguments, "sft", EXAMPLES)
+    with ends_in_a_sentence("sft"):
         if parsed.dry_run:
-            _describe(*(parsed.sections[name] for name in sections))
+            _describe(*(parsed.sections[name] for name in sections), parsed.as_json)
         else:
             _run(parsed)
-    except (ValueError, OSError) as error:
-        print(f"sft: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def _run(parsed) -> None:
@@ -812,7 +821,7 @@ def _table(result: SftResult) -> str:
     return "\n".join(lines)
 
 
-def _describe(source: SftModel, data: SftData, training: SftTraining) -> None:
+def _describe(source: SftModel, data: SftData, training: SftTraining, as_json: bool = False) -> None:
     """What a run would do, from the configuration alone."""
     model = source.sketch(training.num_recurrences)
     total = model.num_parameters()
@@ -824,6 +833,11 @@ def _describe(source: SftModel, data: SftData, training: SftTraining) -> None:
     train, held_out = data.examples()
     steps = math.ceil(math.ceil(len(train) / training.batch_size) * training.epochs)
     steps = training.arguments.get("max_steps", steps)
+    if as_json:
+        facts = {"model": type(model).__name__, "parameters": total, "trained_parameters": trained}
+        facts |= {"examples": len(train), "held_out": len(held_out), "steps": steps, "batch_size": training.batch_size}
+        print(to_json(facts))
+        return
     print(f"model: {type(model).__name__} of {total:,} parameters; {trained:,} are trained")
     print(f"data: {len(train):,} examples, {len(held_out):,} held out")
     print(f"training: {steps:,} steps of {training.batch_size} examples")

@@ -4,16 +4,12 @@ import csv
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
 
-from modeling_looped import __version__
 
 from .corpus import read_texts, split_by_name, standard_library
 from .pretrain import PretrainRecipe
@@ -60,13 +56,6 @@ def fingerprint(settings: dict, *streams: np.ndarray) -> str:
     for stream in streams:
         digest.update(stream.tobytes())
     return digest.hexdigest()[:12]
-
-
-def versions() -> str:
-    return (
-        f"modeling-looped {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}"
-    )
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -31,7 +31,8 @@ from .checkpoints import newest_checkpoint, read_progress
 from .data import DataRecipe
 from .pretrain import PretrainRecipe, RunOptions
 from .recipe import as_yaml, checked, read_yaml
-from .study import changed_fields, versions
+from .study import changed_fields
+from .versions import versions
 
 
 SWEEP, RESULT, FAILURE, LOCK, RECIPE = "sweep.yaml", "result.json", "failure.txt", "lock", "recipe.yaml"
@@ -299,13 +300,16 @@ def _pack(recipe: SweepRecipe, output: Path) -> Path:
 
 
 def _call(command: Sequence[str], log: Path | None = None, **environment: str) -> str:
-    """Runs a command to its end. Returns its last words; raises `ValueError` with them where it fails."""
+    """
+    Runs a command to its end. Returns what it printed. Where it fails, its last words are a `ValueError` if it ended with
+    2, as for recipes that cannot be run, and a `RuntimeError` otherwise.
+    """
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     if log is not None:
         log.write_text(done.stdout + done.stderr)
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"it ended with {done.returncode}"
-        raise ValueError(said.splitlines()[-1])
+        raise (ValueError if done.returncode == 2 else RuntimeError)(said.splitlines()[-1])
     return done.stdout
 
 
@@ -326,7 +330,7 @@ def _one(recipe, run: SweepRun, output: Path, packed: Path, deadline, retry: boo
             began = time.monotonic()
             try:
                 _call(command, folder / "log.txt", OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:
                 (folder / FAILURE).write_text(f"{error}\n")
                 print(f"{run.name}: failed ({error})", flush=True)
                 return
@@ -359,31 +363,58 @@ def _kept(output: str | Path) -> tuple[SweepRecipe, Path]:
     return read_sweep(str(output / SWEEP)), output
 
 
-def sweep_status(output: str | Path) -> str:
-    """A line for each run, and what is left to do."""
+def sweep_figures(output: str | Path) -> dict:
+    """
+    `runs`, what each has come to: a `state` of finished, running, failed, stopped or waiting, and its row, reason or
+    step; and what is left, `left_flops` and `left_worker_hours`, the latter None before the first run is finished.
+    """
     recipe, output = _kept(output)
-    lines, left, done, seconds = [], 0.0, 0.0, 0.0
+    runs, left, done, seconds = [], 0.0, 0.0, 0.0
     for number, run in enumerate(recipe.runs()):
         folder = output / "runs" / run.name
+        row = {"number": number, "name": run.name, "state": "waiting", "budget_flops": run.budget}
         if (folder / RESULT).is_file():
             result = json.loads((folder / RESULT).read_text())
             done, seconds = done + run.budget, seconds + result["seconds"]
-            state = f"{result['val_loss']:.4f} nats, {result['seconds']} s"
+            row |= {"state": "finished", "val_loss": result["val_loss"], "seconds": result["seconds"]}
         else:
             left += run.budget
             checkpoint = newest_checkpoint(folder / "run")
             if (folder / FAILURE).is_file():
-                state = f"failed: {(folder / FAILURE).read_text().strip()}"
+                row |= {"state": "failed", "reason": (folder / FAILURE).read_text().strip()}
             elif _locked(folder / LOCK):
-                state = "running"
+                row["state"] = "running"
             elif checkpoint is not None:
-                state = f"stopped at step {read_progress(checkpoint)['step']}"
-            else:
-                state = "waiting"
-        lines.append(f"{number:4d}  {run.name:<40} {state}")
-    rate = done / seconds if seconds else None
-    rest = f"{left:.3g} FLOPs are left" + (f", {left / rate / 3600:.1f} h of one worker" if rate and left else "")
+                row |= {"state": "stopped", "step": read_progress(checkpoint)["step"]}
+        runs.append(row)
+    hours = left * seconds / done / 3600 if done and seconds else None
+    return {"runs": runs, "left_flops": left, "left_worker_hours": hours}
+
+
+def sweep_status(output: str | Path) -> str:
+    """`sweep_figures` as text: a line for each run, and what is left to do."""
+    figures = sweep_figures(output)
+    words = {
+        "finished": "{val_loss:.4f} nats, {seconds} s",
+        "failed": "failed: {reason}",
+        "stopped": "stopped at step {step}",
+    }
+    lines = [
+        f"{run['number']:4d}  {run['name']:<40} {words.get(run['state'], run['state']).format(**run)}"
+        for run in figures["runs"]
+    ]
+    left, hours = figures["left_flops"], figures["left_worker_hours"]
+    rest = f"{left:.3g} FLOPs are left" + (f", {hours:.1f} h of one worker" if hours and left else "")
     return "\n".join([*lines, rest])
+
+
+def failed_runs(output: str | Path, only: Sequence[int] = (), have: str | None = None) -> list[str]:
+    """Names of the runs that failed and were not run again since, of those that `run_sweep` was asked for."""
+    recipe, output = _kept(output)
+    known = set() if have is None else set(_read_rows(Path(have)))
+    asked = [run for number, run in enumerate(recipe.runs()) if not only or number in only]
+    folders = {run.name: output / "runs" / run.name for run in asked if run.key(recipe) not in known}
+    return [name for name, at in folders.items() if (at / FAILURE).is_file() and not (at / RESULT).is_file()]
 
 
 def _locked(path: Path) -> bool:

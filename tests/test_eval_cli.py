@@ -26,11 +26,6 @@ def test_a_report_is_written_where_it_is_asked_for_and_named(tmp_path):
     assert done.exit_code == 0, done.output
     assert done.output.split() == [str(tmp_path / "out" / "report.md")]
     assert "against `tiny r=2`" in (tmp_path / "out" / "report.md").read_text()
-    (tmp_path / "README.md").write_text("# A model\n")
-    done = looped("eval-report", tmp_path / "results", "--output", tmp_path / "out", "--card", tmp_path)
-    assert done.exit_code == 0 and "\n## Evaluation report\n" in (tmp_path / "README.md").read_text()
-    failed = looped("eval-report", tmp_path / "results", "--output", tmp_path / "other", "--card", tmp_path / "out")
-    assert failed.exit_code == 2 and "README.md does not exist" in failed.output
     failed = looped("eval-report", tmp_path / "results", "--output", tmp_path / "other", "--reference", "none")
     assert failed.exit_code == 2 and "No run has the label 'none'" in failed.output
     assert not (tmp_path / "other").exists()

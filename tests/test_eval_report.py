@@ -9,7 +9,7 @@ import pytest
 from test_eval_sets import AXIS_MEANS, TABLE_9
 
 from modeling_looped.eval import report as module
-from modeling_looped.eval.report import MARKER, Comparison, add_to_card, plot_group, read_runs, report, write_report
+from modeling_looped.eval.report import MARKER, Comparison, plot_group, read_runs, report, write_report
 
 
 DATE = "2026-01-02T03-04-05.{:06d}"
@@ -421,27 +421,6 @@ def test_metrics_are_those_that_tasks_of_this_package_measure():
     task = pytest.importorskip("modeling_looped.eval.task")
     assert set(module.METRICS) == set(task.METRICS)
     assert set(module.LOSSES) == {name for name, better in task.METRICS.items() if not better}
-
-
-def test_a_card_gets_the_tables_once_and_keeps_everything_else(tmp_path):
-    write_run(tmp_path / "results", {"one": losses(1, 20)}, {"both": ["one"]}, num_recurrences=2)
-    runs = read_runs([tmp_path / "results"])
-    card = tmp_path / "README.md"
-    with pytest.raises(ValueError, match="README.md does not exist"):
-        add_to_card(runs, tmp_path)
-    before, after = (
-        "---\ntags:\n- looped\n---\n\n# A model\n\n## Use\n\nLike this.",
-        "## Training\n\nLong.\n\n## Limits\n\nMany.\n",
-    )
-    for text in (f"{before}\n\n{after}", f"{before}\n"):
-        card.write_text(text)
-        assert add_to_card(runs, tmp_path) == card
-        once = card.read_text()
-        assert once.startswith(before) and (after not in text or once.endswith(after))
-        assert "\n## Evaluation report\n" in once and "\n### both\n" in once and "\n#### continuation_loss" in once
-        assert once.count("tiny r=2") >= 2 and MARKER not in once
-        add_to_card(runs, tmp_path)
-        assert card.read_text() == once
 
 
 def test_reports_carry_no_path_of_the_machine(tmp_path):

@@ -476,11 +476,11 @@ def test_every_checkpoint_loads_in_a_clean_process_and_says_what_it_is(whole, li
         card = (folder / "README.md").read_text()
         step = int(folder.name.removeprefix("step-"))
         total, tokens = (8, 1024) if folder.parent == looped else (16, 2048)
-        assert card.startswith("---\n") and "\n- looped\n" in card
-        assert f"step {step} of {total}, {tokens // total * step:,} tokens" in card
-        assert "| streamed | streamed.jsonl (25.00%) |" in card
-    assert ("held-out loss" in card) is False
-    assert "held-out loss" in (growing / "step-9" / "README.md").read_text()
+        assert card.startswith("---\n") and "\n- modeling-looped\n" in card
+        assert f"- {step} steps of {total}, {tokens // total * step:,} tokens" in card
+        assert "| streamed | 25.0 % | `streamed.jsonl`, SHA-256 " in card and "streamed.jsonl" in card.partition("```yaml")[2]
+    assert "nats per token on the held-out text of its training" not in card
+    assert "nats per token on the held-out text of its training" in (growing / "step-9" / "README.md").read_text()
 
 
 @pytest.mark.slow
