@@ -108,7 +108,7 @@ def plan_upload(folder: str | Path, repo_id: str, include: tuple[str, ...] = (),
     anew for `repo_id`, unless it was changed by hand), plots, and the JSON files that the card quotes.
 
     Args:
-        repo_id: `name` or `owner/name` on the Hub.
+        repo_id: `owner/name` on the Hub.
         include: Patterns of further files, such as `"notes/*"`.
         **given: Metadata of the card, as in `build_card`.
 
@@ -117,6 +117,8 @@ def plan_upload(folder: str | Path, repo_id: str, include: tuple[str, ...] = (),
     """
     folder = Path(folder)
     validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"{repo_id!r} names no owner, which whoever loads the model has to: write OWNER/{repo_id}.")
     foreign = is_foreign(folder)
     card = (folder / "README.md").read_text(encoding="utf-8") if foreign else str(build_card(folder, repo_id, **given))
     goes, stays, unused = [], [], set(include)

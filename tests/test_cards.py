@@ -332,6 +332,8 @@ def test_an_upload_that_cannot_be_right_is_refused_before_anything_is_written(tm
     folder = saved(tiny_model(), tmp_path)
     with pytest.raises(ValueError, match="Repo id"):
         plan_upload(folder, "not a name")
+    with pytest.raises(ValueError, match="names no owner"):
+        plan_upload(folder, "tiny")
     with pytest.raises(ValueError, match="--include 'lost/\\*' fits no file"):
         plan_upload(folder, "me/x", include=("lost/*",))
     monkeypatch.delenv("HF_TOKEN", raising=False)
