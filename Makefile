@@ -28,7 +28,7 @@ bench: .venv/.test
 	touch $@
 
 .venv/.test: .venv/bin/python setup.cfg constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,eval,scaling,diagnostics,peft,test]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,eval,scaling,diagnostics,gguf,peft,docs,test]"
 	touch $@ .venv/.train
 
 .PHONY: demo recipe-toy test test-all bench

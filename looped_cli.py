@@ -69,7 +69,14 @@ CONTENTS = {
 # Help
 
 
-class _WithExamples:
+class _WithMenu:
+    """What completes has one line of help: a menu of fish would take a second one for another choice."""
+
+    def shell_complete(self, context, incomplete):
+        return [_Completion(one.value, _in_short(one.help)) for one in super().shell_complete(context, incomplete)]
+
+
+class _WithExamples(_WithMenu):
     """
     The `epilog` of a command is its examples, one a line. They stand below its help as they are: no wrapping, no markup.
     """
@@ -92,7 +99,7 @@ class _Group(_WithExamples, typer.core.TyperGroup):
     pass
 
 
-class _Contents(typer.core.TyperGroup):
+class _Contents(_WithMenu, typer.core.TyperGroup):
     """Commands in the order of `CONTENTS`, and those that it lacks after them."""
 
     def list_commands(self, context):
@@ -226,8 +233,9 @@ def _a_recipe_of(command: str):
 
 
 def _a_task(incomplete: str) -> list[str]:
-    names = sorted(path.stem for path in _room("eval").glob("tasks/*/*.yaml"))
-    return [name for name in names if name.startswith(incomplete) and not name.startswith("_")]
+    texts = (path.read_text(encoding="utf-8") for path in _room("eval").glob("tasks/*/[!_]*.yaml"))
+    found = (re.search(r"^(?:task|group): (\w+)$", text, re.MULTILINE) for text in texts)
+    return sorted(one[1] for one in found if one is not None and one[1].startswith(incomplete))
 
 
 app = typer.Typer(
@@ -237,8 +245,20 @@ app = typer.Typer(
     "2 the call has to change, 130 interrupted. LOOPED_TRACEBACK=1 shows where an error comes from.",
     no_args_is_help=True,
 )
-convert_app = typer.Typer(help="Bring checkpoints of other code into this package.", no_args_is_help=True)
-app.add_typer(convert_app, **_entry("convert", cls=_Group))
+convert_app = typer.Typer(
+    help="Bring checkpoints of other code into this package, and models out as GGUF. looped unroll writes plain Llama. Each "
+    "prints a ledger of every tensor and compares logits; what does not fit is refused, and nothing is written then.",
+    no_args_is_help=True,
+)
+app.add_typer(
+    convert_app,
+    **_entry(
+        "convert",
+        "looped convert llama SmolLM2-135M grown --plan 'Loop(10-10x2-10)'",
+        "looped convert to-gguf looped-output looped.gguf --recurrences 4",
+        cls=_Group,
+    ),
+)
 phi_app = typer.Typer(
     help="What a recurrence is worth: phi, fitted from runs. Needs the extra scaling.", no_args_is_help=True
 )
@@ -283,22 +303,29 @@ def exit_status(error: BaseException) -> int:
     if _network_failed(error):
         return 1
     of_the_call = (ValueError, ImportError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-    if isinstance(error, (*of_the_call, PermissionError, typer.BadParameter)):
+    if isinstance(error, (*of_the_call, PermissionError, typer.BadParameter)) or _kinds(error) & _REFUSALS:
         return 2
     if isinstance(error, OSError) and error.errno is None:  # transformers' own, of unknown names, or one with a remark
         return 2 if error.__cause__ is None else exit_status(error.__cause__)
     return 1
 
 
+_REFUSALS = {"HTTPError", "HTTPStatusError"}  # of huggingface_hub and httpx, which need not be there
+
+
+def _kinds(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
 def _network_failed(error: BaseException) -> bool:
     """Whether a connection, or the other side of one, is behind `error`. What httpx raises is no OSError."""
     while error is not None:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
+        kinds = _kinds(error)
         if "OfflineModeIsEnabled" in kinds:  # the user's own wish
             return False
         if kinds & {"TransportError", "ConnectionError", "TimeoutError"}:
             return True
-        if kinds & {"HTTPError", "HTTPStatusError"}:
+        if kinds & _REFUSALS:
             answer = getattr(getattr(error, "response", None), "status_code", None)
             return answer is None or answer == 429 or answer >= 500
         error = error.__cause__
@@ -887,7 +914,13 @@ def loop_layers(
     print(to_json(change) if as_json else change)
 
 
-@app.command(name="unroll")
+@app.command(
+    **_entry(
+        "unroll",
+        "looped unroll looped-output plain-output",
+        "looped unroll looped-output plain-output --recurrences 8 --dry-run --json",
+    )
+)
 @sentence_errors
 def unroll_layers(
     checkpoint: Checkpoint,
@@ -897,12 +930,15 @@ def unroll_layers(
     ] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ):
-    """Turn CHECKPOINT's loops into copies of layers: a plain checkpoint that any software can serve."""
+    """
+    Turn CHECKPOINT's loops into copies of layers: a plain checkpoint that any software can serve. Prints a ledger of every
+    tensor, and compares the logits of what was written with CHECKPOINT's.
+    """
     from modeling_looped.conversion.depth import unroll_checkpoint
 
-    _quiet()
-    print(unroll_checkpoint(checkpoint, output, recurrences, dry_run, overwrite))
+    _convert(unroll_checkpoint, as_json, checkpoint, output, recurrences, dry_run, overwrite)
 
 
 @app.command(
@@ -1281,17 +1317,169 @@ def push(
     print(to_json({"url": commit.commit_url, "commit": commit.oid}) if as_json else commit.commit_url)
 
 
-@convert_app.command(name="iso-depth")
+ConvertOverwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the checkpoint (of to-gguf: the file) that OUTPUT holds.")
+]
+Plan = Annotated[
+    str | None, typer.Option(help="A depth plan over all layers, such as 'Loop(10-10x2-10)' or '0 1 2 1 2 3'.")
+]
+
+
+def _convert(convert, as_json: bool, *args, **options):
+    """The ledger of a conversion, printed."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # of transformers' own bars; read when tqdm is imported
+    _quiet()
+    with _for_reading(as_json):
+        ledger = convert(*args, **options)
+    print(to_json(ledger.to_dict()) if as_json else ledger)
+
+
+@convert_app.command(
+    name="iso-depth",
+    short_help="Of the official iso-depth code, as LoopedGPT.",
+    **_examples(
+        "looped convert iso-depth runs/loop_s10 loop-s10", "looped convert iso-depth runs/loop_s10 x --dry-run"
+    ),
+)
 @sentence_errors
 def convert_iso_depth(
     source: Annotated[str, typer.Argument(help="A folder with model_*.pt and meta_*.json of the paper's code.")],
-    output: Annotated[str, typer.Argument(help="Where the converted checkpoint goes.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what OUTPUT holds.")] = False,
+    output: Output,
+    dry_run: DryRun = False,
+    overwrite: ConvertOverwrite = False,
+    as_json: AsJson = False,
 ):
-    """Turn a checkpoint of the official iso-depth code into one of LoopedGPT."""
+    """
+    Turn a checkpoint of the official iso-depth code into one of LoopedGPT. What was written is read back and compared with
+    the model in memory: the code of the source is not here.
+    """
     from modeling_looped.conversion.iso_depth import convert_iso_depth as convert
 
-    print(convert(source, output, overwrite=overwrite))
+    _convert(convert, as_json, source, output, overwrite, dry_run)
+
+
+@convert_app.command(
+    name="grt",
+    short_help="Of RecurrentGPT's authors, as RecurrentGPT.",
+    **_examples(
+        "looped convert grt model.safetensors grt-medium --cell medium-isoflops --draft map.json",
+        "looped convert grt model.safetensors grt-medium --cell medium-isoflops --map map.json",
+    ),
+)
+@sentence_errors
+def convert_grt(
+    source: Annotated[str, typer.Argument(help="A .safetensors, .pt or .bin file, or a folder with one.")],
+    output: Output,
+    cell: Annotated[
+        str | None,
+        typer.Option(
+            help="medium-isoflops, medium-isoparams, large-isoflops or large-isoparams, where no config.json has the "
+            "numbers. The names of the two medium repositories on the Hub are swapped.",
+            autocompletion=_one_of("medium-isoflops", "medium-isoparams", "large-isoflops", "large-isoparams"),
+        ),
+    ] = None,
+    map_file: Annotated[
+        str | None, typer.Option("--map", help="A JSON of {their name: our name}, for every tensor.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Where such a map goes as far as it is known, if names stay ambiguous.")
+    ] = None,
+    dry_run: DryRun = False,
+    overwrite: ConvertOverwrite = False,
+    as_json: AsJson = False,
+):
+    """
+    Turn a checkpoint of Amr-Hegazy/grt-* (arXiv 2608.15062, weights CC-BY-4.0) into one of RecurrentGPT. Tensors are
+    matched by shape and order; what stays ambiguous is refused with its candidates, and --map settles it. Equal logits
+    were shown on a synthetic checkpoint only.
+    """
+    from modeling_looped.conversion.grt import convert_grt as convert
+
+    _convert(convert, as_json, source, output, cell, map_file, draft, overwrite, dry_run)
+
+
+@convert_app.command(
+    name="llama",
+    short_help="Of transformers' Llama, as GrownLlama with a plan.",
+    **_examples(
+        "looped convert llama SmolLM2-135M grown --plan 'Loop(10-10x2-10)'",
+        "looped convert llama SmolLM2-135M grown --dry-run --json",
+    ),
+)
+@sentence_errors
+def convert_llama(
+    source: Annotated[str, typer.Argument(help="A folder of save_pretrained: Llama, or Mistral without a window.")],
+    output: Output,
+    plan: Plan = None,
+    dry_run: DryRun = False,
+    overwrite: ConvertOverwrite = False,
+    as_json: AsJson = False,
+):
+    """
+    Turn a Llama into a GrownLlama with a depth plan, each layer once by default. At one pass its logits are the source's
+    to the last bit, which is checked on what was written.
+    """
+    from modeling_looped.conversion.llama import convert_llama as convert
+
+    _convert(convert, as_json, source, output, plan, overwrite, dry_run)
+
+
+@convert_app.command(
+    name="gguf",
+    short_help="A GGUF file of Llama, as Llama or GrownLlama.",
+    **_examples(
+        "looped convert gguf SmolLM2-135M-Instruct.Q4_1.gguf SmolLM2-135M",
+        "looped convert gguf SmolLM2-135M-Instruct.Q4_1.gguf grown --plan 'Loop(10-10x2-10)'",
+    ),
+)
+@sentence_errors
+def convert_gguf(
+    source: Annotated[str, typer.Argument(help="A .gguf file of the architecture llama.")],
+    output: Output,
+    plan: Plan = None,
+    dry_run: DryRun = False,
+    overwrite: ConvertOverwrite = False,
+    as_json: AsJson = False,
+):
+    """
+    Turn a GGUF file of Llama into transformers' Llama in float32, or with a plan into a GrownLlama; the tokenizer comes
+    along. The logits are those of transformers reading the same file. Needs the extra gguf.
+    """
+    from modeling_looped.conversion.gguf_llama import convert_gguf as convert
+
+    _convert(convert, as_json, source, output, plan, overwrite, dry_run)
+
+
+@convert_app.command(
+    name="to-gguf",
+    short_help="Out: Llama or GrownLlama as a GGUF file, unrolled.",
+    **_examples(
+        "looped convert to-gguf looped-output looped.gguf --recurrences 4",
+        "looped convert to-gguf looped-output looped.gguf --dtype f16 --json",
+    ),
+)
+@sentence_errors
+def convert_to_gguf(
+    checkpoint: Annotated[str, typer.Argument(help="A folder: GrownLlama, or Llama with or without loops.")],
+    output: Annotated[str, typer.Argument(help="The .gguf file to write.")],
+    recurrences: Annotated[
+        int | None, typer.Option(help="Passes of a GrownLlama; the checkpoint's by default.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="f32, f16 or bf16, of matrices.", autocompletion=_one_of("f32", "f16", "bf16"))
+    ] = "f32",
+    tokenizer: Annotated[bool, typer.Option(help="Write the tokenizer, its special tokens and its template.")] = True,
+    dry_run: DryRun = False,
+    overwrite: ConvertOverwrite = False,
+    as_json: AsJson = False,
+):
+    """
+    Write CHECKPOINT as a GGUF file, its loops as copies of layers. It is read back by transformers: in f32 with equal
+    logits, in f16 and bf16 with those of the rounded source. Needs the extra gguf.
+    """
+    from modeling_looped.conversion.gguf_llama import to_gguf as convert
+
+    _convert(convert, as_json, checkpoint, output, recurrences, dtype, tokenizer, overwrite, dry_run)
 
 
 def main():

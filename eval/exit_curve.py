@@ -106,7 +106,7 @@ def exit_curve(
 
 
 def exit_table(points: list[ExitPoint]) -> str:
-    """The curve as a text table."""
+    """The `points` of a curve as a text table."""
     rows = ["recurrences  nats/token     gain  frac_cum   top-1  retention  KL(final||k)  KL(k||final)"]
     for point in points:
         gain = "" if point.gain is None else f"{point.gain:.4f}"

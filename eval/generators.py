@@ -75,12 +75,12 @@ def _assignment(random: Random, depth: int, form: str) -> dict:
 
 
 def copying(kind: str) -> Splits:
-    """`recipes.synthetic.copying`, in the splits `"test"` and `"shots"`."""
+    """`recipes.synthetic.copying` of a `kind`, in the splits `"test"` and `"shots"`."""
     return _primitive(lambda count, split: synthetic.copying(kind, count, PRIMITIVE_SEED, split))
 
 
 def variable_assignment(form: str, depth: int) -> Splits:
-    """`recipes.synthetic.variable_assignment`, in the splits `"test"` and `"shots"`."""
+    """`recipes.synthetic.variable_assignment` of a `form` and `depth`, in the splits `"test"` and `"shots"`."""
     return _primitive(
         lambda count, split: synthetic.variable_assignment(form, depth, count, PRIMITIVE_SEED, split=split)
     )

@@ -29,7 +29,7 @@ class HeldOutLoss:
 
 
 def parse_recurrences(text: str) -> list[int]:
-    """`"0..8"`, `"4"` and `"1,2,4..6"` as lists of whole numbers."""
+    """`text` such as `"0..8"`, `"4"` or `"1,2,4..6"` as a list of whole numbers."""
     counts = []
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:\s*\.\.\s*(\d+))?\s*", part)

@@ -40,7 +40,8 @@ def kv_cost(
     """
     Cuts the texts, as one stream, into `rows` windows of `prompt_length + continuation` tokens (fewer where the texts
     end earlier). Each prompt is read in one forward, then its continuation token by token as in generation, but with
-    the text's own tokens. `"all"`, which computes the exact function, always comes first: the ratios refer to it.
+    the text's own tokens. `strategies` are values of `kv_sharing`; `"all"`, which computes the exact function, always
+    comes first: the ratios refer to it.
 
     Raises:
         `ValueError`: for a model without `kv_sharing`, windows that it has no positions for, or texts without one.

@@ -177,7 +177,8 @@ def sweep_to_csv(
     **options,
 ) -> list[dict[str, str]]:
     """
-    `loop_sweep` into the file `results`, each row as it is finished: rows that the file has are not computed again.
+    `loop_sweep` of blocks of `length` layers into the file `results`, each row as it is finished: rows that the file
+    has are not computed again. `tasks` have items by name, of which the first `max_items` are used.
 
     Returns:
         All rows of the file.

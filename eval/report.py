@@ -399,9 +399,9 @@ def write_report(
     overwrite: bool = False,
 ) -> Path:
     """
-    Writes `report.md` and a `report_GROUP.png` for each group that can be drawn into `output_dir`, and returns the path
-    of the first. An earlier report is replaced; `overwrite` replaces any other `report.md` too. A model card gets its
-    tables from the same results by `hub_cards.card.write_card`.
+    Writes `report.md` of `runs` and a `report_GROUP.png` for each group that can be drawn into `output_dir`, and
+    returns the path of the first. An earlier report is replaced; `overwrite` replaces any other `report.md` too. A
+    model card gets its tables from the same results by `hub_cards.card.write_card`.
 
     Raises:
         `ValueError`: where `report.md` is not one of ours, or no run has the label `reference`.

@@ -61,7 +61,8 @@ def run(
     arguments: Sequence[str] = (),
 ) -> list[dict]:
     """
-    lm-eval's `run` with its parsed `args`. Returns the results at each of `counts`; `[None]` on other ranks than 0. They
+    lm-eval's `run` with its parsed `args`. Returns the results at each of `counts`, with local files of
+    `data_dirs`; `[None]` on other ranks than 0. They
     record how the command was called with `arguments`.
     """
     args.model = args.model or ("looped" if args.config is None else None)
@@ -124,7 +125,8 @@ def recorded_command(arguments: Sequence[str]) -> list[str]:
 
 def find_tasks(asked: Sequence[str] | str, include: list[str], metadata: dict) -> tuple[list[str], TaskManager]:
     """
-    The names that `asked` stands for (names, and patterns such as `looped_axis_*`), and a manager that has them.
+    The names that `asked` stands for (names, and patterns such as `looped_axis_*`), and a manager that has them: of the
+    folders in `include`, with `metadata` for their configurations.
     lm-eval's own tasks, whose index takes it some twenty seconds, are looked at only where others do not have all.
 
     Raises:

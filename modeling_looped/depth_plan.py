@@ -207,7 +207,10 @@ class DepthPlan:
 
 
 def loop_text(prelude: int, core: int, recurrences: int, coda: int) -> str:
-    """`Loop(4x6)` or `Loop(4-4x4-4)`, one recurrence written out too: what `DepthPlan.parse` reads back."""
+    """
+    `prelude` layers, `core` layers `recurrences` times and `coda` layers as `Loop(4x6)` or `Loop(4-4x4-4)`, one
+    recurrence written out too: what `DepthPlan.parse` reads back.
+    """
     block = f"{core}x{recurrences}"
     return f"Loop({prelude}-{block}-{coda})" if prelude or coda else f"Loop({block})"
 

@@ -60,7 +60,7 @@ class DepthSampler:
             )
 
     def draw(self, seed: int, step: int, micro_step: int = 0) -> int:
-        """The number of recurrences of one micro-batch."""
+        """The number of recurrences of one micro-batch, number `micro_step` of optimizer step `step`."""
         generator = np.random.default_rng([seed, step, micro_step])
         if self.scheme == "fixed":
             return round(self._grown(self.maximum, step))

@@ -83,7 +83,10 @@ class LoopedGenerationMixin(GenerationMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     def generate_batch(self, inputs, generation_config=None, *args, num_recurrences=None, **kwargs):
-        """As in transformers, with `num_recurrences` for this call, which its forwards cannot be given one by one."""
+        """
+        transformers' continuous batching of `inputs`, lists of token ids, under a `generation_config`; with
+        `num_recurrences` for this call, which its forwards cannot be given one by one.
+        """
         if num_recurrences is None:
             num_recurrences = getattr(generation_config or self.generation_config, "num_recurrences", None)
         configured = self.config.num_recurrences

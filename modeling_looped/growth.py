@@ -20,8 +20,8 @@ from .interventions import executed_plan
 
 def midas_sources(num_layers: int, block_size: int) -> list[int]:
     """
-    For each layer of the grown stack, the layer of the old one that it is: the middle block, of blocks of
-    `block_size`, comes twice (section 3.2 of the specification; the earlier of two middle blocks).
+    For each layer of the grown stack, the layer of the old one of `num_layers` that it is: the middle block, of blocks
+    of `block_size`, comes twice (section 3.2 of the specification; the earlier of two middle blocks).
     """
     _check_blocks(num_layers, block_size)
     middle = -(-(num_layers // block_size) // 2) - 1
@@ -29,7 +29,7 @@ def midas_sources(num_layers: int, block_size: int) -> list[int]:
 
 
 def lidas_sources(num_layers: int, block_size: int) -> list[int]:
-    """As `midas_sources`, with the `block_size` layers around the exact middle of the stack (section 3.3)."""
+    """As `midas_sources`, with the `block_size` layers around the exact middle of `num_layers` (section 3.3)."""
     _check_blocks(num_layers, block_size)
     centre = -(-num_layers // 2)
     return _twice(num_layers, centre + block_size // 2 - block_size, centre + block_size // 2)
@@ -75,7 +75,7 @@ def growth_schedule(
 
 
 def growth_steps(budgets: Sequence[int]) -> list[int]:
-    """The numbers of finished steps after which the stack grows."""
+    """The numbers of finished steps after which the stack grows, of `budgets` as `growth_schedule` returns them."""
     return [sum(budgets[: stage + 1]) for stage in range(len(budgets) - 1)]
 
 

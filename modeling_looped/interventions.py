@@ -22,8 +22,15 @@ class PlanEdit:
     An edit that is in force until `undo`, or until the end of a `with` block:
 
     ```python
-    >>> with swap(model, 3, 1):  # the executed layers 3 and 4 exchanged
+    >>> import torch
+    >>> from modeling_looped import LoopedGPTConfig, LoopedGPTForCausalLM
+    >>> from modeling_looped.interventions import swap
+    >>> model = LoopedGPTForCausalLM(LoopedGPTConfig(hidden_size=64, num_attention_heads=2))
+    >>> ids = torch.arange(8)[None]
+    >>> with swap(model, 3, 1) as edit:  # the executed layers 3 and 4 exchanged
+    ...     print(edit.plan)
     ...     loss = model(ids, labels=ids).loss
+    0 1 2 4 3 5 2 3 4 5 2 3 4 5 2 3 4 5 6 7
     ```
 
     Edits apply one after the other, in the order in which they were made; each counts positions in the plan that

@@ -21,7 +21,7 @@ class NoiseKey:
 
 
 def set_noise_key(model: nn.Module, key: NoiseKey | None) -> None:
-    """Keys the noise of the forwards to come; `None` goes back to torch's global generator."""
+    """Keys the noise of the forwards to come; a `key` of `None` goes back to torch's global generator."""
     for module in model.modules():
         if hasattr(module, "noise_key"):
             module.noise_key = key

@@ -107,8 +107,8 @@ class CacheSlot:
 
 def check_cache(cache: Cache, schedule: tuple[int, ...], num_recurrences: int) -> None:
     """
-    Refuses a cache that lacks slots for `num_recurrences`, or whose earlier tokens ran fewer passes: the passes
-    beyond would attend to the new tokens alone, without any error.
+    Refuses a cache that lacks slots for `num_recurrences`, whose `schedule` is that of `slot_schedule`, or whose
+    earlier tokens ran fewer passes: the passes beyond would attend to the new tokens alone, without any error.
     """
     if not isinstance(cache, Cache) or torch.compiler.is_compiling():
         return

@@ -156,6 +156,15 @@ class LoopedModelMixin:
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(length, device=inputs_embeds.device) + seen).unsqueeze(0)
+            if config.learned_positions and attention_mask is not None and attention_mask.dim() == 2:
+                # Padding is no token: a row of a batch has the positions that it has alone. Rotary ones are relative.
+                if attention_mask.shape[-1] < seen + length:
+                    raise ValueError(
+                        f"attention_mask has {attention_mask.shape[-1]} columns for {seen + length} tokens: it has to say of "
+                        "each token in the cache and in this call whether it counts."
+                    )
+                counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+                position_ids = counted.gather(1, position_ids.expand(batch_size, -1))
         if output_exits and cache is not None and cache.get_seq_length() > 0:
             raise ValueError("output_exits=True needs the whole text in one call: leave the cache out.")
         if output_exits and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):

@@ -73,7 +73,7 @@ def add_recurrence(model: PreTrainedModel, start: int, stop: int) -> PreTrainedM
 
 
 def retrofit(config: PreTrainedConfig, start: int, stop: int) -> None:
-    """What `add_recurrence` does to the configuration of a GrownLlama, in place."""
+    """What `add_recurrence` of the layers [start, stop) does to the configuration of a GrownLlama, in place."""
     config.depth_plan = str(config.base_plan().repeat(start, stop, 1))
     config.trained_recurrences = max(config.trained_recurrences, config.num_recurrences)
 

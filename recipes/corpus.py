@@ -105,7 +105,10 @@ def _read_dataset(source: str) -> Iterator[tuple[str, str]]:
 
 
 def split_by_name(documents: Iterator[tuple[str, str]], share: int = 20) -> tuple[list[str], list[str]]:
-    """`(train, validation)` texts: one document in `share` is held out, chosen by a hash of its name and content."""
+    """
+    `(train, validation)` texts of `documents`, `(name, text)` each: one in `share` is held out, chosen by a hash of its
+    name and content.
+    """
     train, validation = [], []
     for name, text in documents:
         digest = hashlib.sha256(f"{name}\0{text}".encode("utf-8", "replace")).digest()

@@ -60,9 +60,10 @@ def demo(
     seed: int = 0,
 ) -> bool:
     """
-    Trains LoopedGPT on `data` (the Python standard library by default) and writes a `from_pretrained` directory
-    with `metrics.json`, `loss_vs_recurrences.png` and a model card to `output_dir`. The same call continues a run
-    that was interrupted. Returns whether the run is finished.
+    Trains LoopedGPT on `data` (the Python standard library by default) and writes a `from_pretrained` directory with
+    `metrics.json`, `loss_vs_recurrences.png` and a model card to `output_dir`. The same call continues a run that was
+    interrupted. `steps` are the size's own by default; `quick` takes fifty, and a quarter of the library. Returns
+    whether the run is finished.
 
     Raises:
         `ValueError`: for an unknown size, unusable data, or an `output_dir` that holds something else.

@@ -165,6 +165,7 @@ def make_optimizers(
     lane weights (section 5.2 of arXiv 2604.21106's specification). Every group remembers its peak as `peak_lr`.
 
     Args:
+        matrix_lr, embedding_lr: Peaks of the matrices' and of the embedding's learning rate.
         matrices_by: `"muon"`; `"muonh"`, which has no use for `matrix_decay`; or `"adamw"`.
         head_lr: Of an untied head, `other_lr` by default.
         lane_lr: Of the lanes of hyperconnections, `other_lr` by default.

@@ -569,7 +569,10 @@ def _left_by(folder: Path, settings: dict) -> tuple[Path | None, list[dict] | No
 
 
 def lora_config(model: PreTrainedModel, rank: int, alpha: float | None = None, targets: list[str] | str | None = None):
-    """peft's `LoraConfig` for `targets`, which are all linear maps of the blocks unless said otherwise."""
+    """
+    peft's `LoraConfig` of `rank` for `targets`, which are all linear maps of the blocks unless said otherwise. `alpha`
+    is 2 * `rank` by default.
+    """
     from peft import LoraConfig
 
     targets = block_linears(model) if targets is None else targets

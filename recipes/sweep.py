@@ -118,7 +118,7 @@ class SweepRecipe:
         )
 
     def model(self, variant: str, r: int, width: int) -> dict:
-        """Fields of a run's configuration."""
+        """Fields of the configuration of a run of `variant` and `width` at r passes."""
         own = {**self.fields, **(self.variants[variant] or {})}
         shared = self.family.fields(width, r) | {"trained_recurrences": r}
         return {**shared, **own, **({"injection": "none"} if r == 1 else {})}
@@ -224,6 +224,7 @@ def run_sweep(
     runs are finished.
 
     Args:
+        recipe_name: A YAML file, or the name of a bundled sweep.
         only: Numbers of runs as `status` has them, such as a SLURM array gives; all by default.
         retry: Failed runs too.
         launcher: A command in front of each run's `-m modeling_looped.recipes.pretrain`, such as `accelerate launch
@@ -438,8 +439,8 @@ def sweep_rows(output: str | Path) -> Iterator[dict]:
 
 def collect_sweep(output: str | Path, destination: str | Path) -> int:
     """
-    Writes the finished runs to a CSV that `looped phi` reads. Rows of a file that is there stay, unless the sweep has
-    the same run (variant, budget, r, width, seed) anew. Returns how many rows the file has.
+    Writes the finished runs to `destination`, a CSV that `looped phi` reads. Rows of a file that is there stay, unless
+    the sweep has the same run (variant, budget, r, width, seed) anew. Returns how many rows the file has.
 
     Raises:
         `ValueError`: where no run is finished, or the file has other columns.

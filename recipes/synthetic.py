@@ -138,7 +138,10 @@ def _random_words(random: Random, count: int) -> list[str]:
 
 
 def arithmetic_texts(count: int, seed: int) -> list[str]:
-    """Word problems of one or two steps with their worked solutions, a document each, for math-heavy toy cooldowns."""
+    """
+    `count` word problems of one or two steps with their worked solutions, a document each, for math-heavy toy
+    cooldowns.
+    """
     return [_word_problem(Random(f"arithmetic {seed} {index}")) for index in range(count)]
 
 

@@ -74,7 +74,7 @@ class TokenRows:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def inputs(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """The same rows as arguments of a model's forward."""
+        """The `count` rows from `first` on as arguments of a model's forward."""
         batch = self.batch(first, count)
         return {"input_ids": batch, "labels": batch}
 

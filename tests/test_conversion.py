@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from looped_cli import app
 from modeling_looped import LoopedGPTForCausalLM
 from modeling_looped.accounting import parameter_counts
-from modeling_looped.conversion import Ledger, convert_iso_depth
+from modeling_looped.conversion import ConversionError, Ledger, Use, convert_iso_depth
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +133,12 @@ class PaperModel(nn.Module):
         return cap * torch.tanh(self.lm_head(x)[..., : c["vocab_size"]].float() / cap)
 
 
+def uses(ledger: Ledger) -> dict[str, Use]:
+    """By the name in the source, where each tensor went to one place."""
+    assert all(len(use.targets) == 1 for use in ledger.used)
+    return {use.source: use for use in ledger.used}
+
+
 def model_config(**fields) -> dict:
     """Loop(1-2x3-1) of width 64 with grouped-query attention, 97 tokens in 128 rows."""
     config = {"sequence_len": 32, "vocab_size": 97, "size": 1, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
@@ -207,9 +213,7 @@ def test_converted_logits_equal_the_papers_model_at_every_recurrence_count(tmp_p
     assert (logits[1] - logits[2]).abs().max() > 0.1  # the override does something
 
 
-@pytest.mark.parametrize(
-    "name", ["linear", "hyperconnect", "truncated", "truncated passthrough", "truncated additive"]
-)
+@pytest.mark.parametrize("name", ["linear", "hyperconnect", "truncated", "truncated passthrough", "truncated additive"])
 def test_converted_gradients_equal_the_papers_model(tmp_path, name):
     truncated = {"num_recur": 4, "bptt_k": 2, "input_injection": name.removeprefix("truncated ")}
     paper = paper_model(**MODELS.get(name, truncated))
@@ -220,8 +224,9 @@ def test_converted_gradients_equal_the_papers_model(tmp_path, name):
     loss.backward()
     original.backward()
     theirs, ours = dict(paper.named_parameters()), dict(model.named_parameters())
-    assert set(ledger.used) == set(theirs)
-    for key, (target, shape) in ledger.used.items():
+    assert set(uses(ledger)) == set(theirs)
+    for key, use in uses(ledger).items():
+        (target,), shape = use.targets, use.shape
         if theirs[key].grad is None:  # truncation without an injection cuts off the prelude
             assert name == "truncated passthrough" and ours[target].grad is None
             continue
@@ -265,7 +270,7 @@ def test_keys_of_a_compiled_model_are_accepted(tmp_path):
     paper = paper_model()
     compiled = {f"_orig_mod.{key}": tensor for key, tensor in paper.state_dict().items()}
     ledger = convert_iso_depth(save(tmp_path / "source", paper, state=compiled), tmp_path / "out")
-    assert ledger.used["_orig_mod.lm_head.weight"] == ("lm_head.weight", (97, 64))
+    assert uses(ledger)["_orig_mod.lm_head.weight"].targets == ("lm_head.weight",)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(model.model.injection.proj.weight, paper.inject.weight)
 
@@ -275,7 +280,8 @@ def test_embedding_saved_in_bf16_is_widened_to_the_master_dtype(tmp_path):
     paper = paper_model()
     paper.transformer["wte"].bfloat16()
     model, ledger = converted(tmp_path, paper)
-    assert ledger.widened == {"transformer.wte.weight": "bfloat16"} and "from bfloat16" in str(ledger)
+    widened = [use.source for use in ledger.used if "from bfloat16" in use.notes]
+    assert widened == ["transformer.wte.weight"] and "from bfloat16" in str(ledger)
     embedding = model.get_input_embeddings().weight
     assert embedding.dtype == torch.float32
     assert torch.equal(embedding, paper.transformer["wte"].weight[:97].float())
@@ -283,13 +289,14 @@ def test_embedding_saved_in_bf16_is_widened_to_the_master_dtype(tmp_path):
 
 def test_dtype_of_the_file_is_kept(tmp_path):
     model, ledger = converted(tmp_path, paper_model().bfloat16())
-    assert model.model.norm.weight.dtype == torch.bfloat16 and not ledger.widened
+    assert model.model.norm.weight.dtype == torch.bfloat16 and "from bfloat16" not in str(ledger)
 
 
 def test_checkpoint_written_without_zip_is_read(tmp_path):
     source = save(tmp_path / "source")
     torch.save(paper_model().state_dict(), source / "model_000010.pt", _use_new_zipfile_serialization=False)
-    assert convert_iso_depth(source, tmp_path / "out").dropped["lm_head.weight"] == 31
+    ledger = convert_iso_depth(source, tmp_path / "out")
+    assert uses(ledger)["lm_head.weight"].notes == ("31 rows of padding dropped",)
 
 
 def test_newest_of_several_steps_is_converted_and_named(tmp_path):
@@ -308,8 +315,9 @@ def test_alias_of_a_step_is_converted_by_its_own_name(tmp_path):
     source = save(tmp_path / "source")
     for kind, end in (("model", "pt"), ("meta", "json")):
         (source / f"{kind}_pre_warmdown.{end}").symlink_to(f"{kind}_000010.{end}")
-    assert convert_iso_depth(source / "model_pre_warmdown.pt", tmp_path / "alias").steps == ("pre_warmdown",)
-    assert convert_iso_depth(source, tmp_path / "out").steps == ("000010",)
+    alias = convert_iso_depth(source / "model_pre_warmdown.pt", tmp_path / "alias")
+    assert alias.source.name == "model_pre_warmdown.pt"
+    assert convert_iso_depth(source, tmp_path / "out").source.name == "model_000010.pt"
 
 
 # ---- The ledger ----
@@ -321,14 +329,14 @@ def test_ledger_accounts_for_every_tensor_and_every_parameter(tmp_path):
     ledger = convert_iso_depth(tmp_path / "source", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     here = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert dict(ledger.used.values()) == here
-    assert ledger.dropped == {"transformer.wte.weight": 31, "lm_head.weight": 31}
+    assert {use.targets[0]: use.shape for use in ledger.used} == here
+    dropped = [use.source for use in ledger.used if use.notes == ("31 rows of padding dropped",)]
+    assert dropped == ["transformer.wte.weight", "lm_head.weight"]
     assert set(ledger.unused) == {"model_config.size", "optim_000010_rank0.pt"}
     assert ledger.parameters == parameter_counts(model.config)
-    dropped = sum(ledger.dropped.values()) * 64
-    assert ledger.parameters["total"] + dropped == sum(p.numel() for p in paper.parameters())
+    assert ledger.parameters["total"] + 2 * 31 * 64 == sum(p.numel() for p in paper.parameters())
     text = str(ledger)
-    assert all(f"{key} " in text and f" {target} " in text for key, (target, _) in ledger.used.items())
+    assert all(f"{use.source} " in text and f" {use.targets[0]} " in text for use in ledger.used)
     assert "97 x 64" in text and f"{ledger.parameters['total']:,}" in text and "Loop(1-2x3-1)" in text
 
 
@@ -336,7 +344,8 @@ def test_parameters_of_an_official_size_are_the_papers_integer(tmp_path):
     fields = {"vocab_size": 32001, "n_embd": 384, "size": 6, "n_head": 3, "n_kv_head": 3, "n_prelude": 2, "n_coda": 2}
     with torch.device("meta"):
         paper = PaperModel(model_config(**fields, n_recur_block=4, num_recur=4, bptt_k=4))
-    source = save(tmp_path / "source", paper.bfloat16().to_empty(device="cpu"))
+    zeros = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in paper.named_parameters()}
+    source = save(tmp_path / "source", paper, state=zeros)
     ledger = convert_iso_depth(source, tmp_path / "out")
     assert ledger.parameters["unique"] == 14457984
     assert ledger.parameters["total"] + 2 * 63 * 384 == 39083136
@@ -482,10 +491,11 @@ def test_output_in_the_way_is_refused_and_left_alone(tmp_path):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     before = files_in(tmp_path)
     for output, overwrite, message in (
-        ("notes", False, "exists and is not empty"),
+        ("notes", False, "is not empty: pass --overwrite"),
+        ("notes", True, "holds something else than a checkpoint"),
         ("file", True, "is a file"),
-        ("source", True, "is or contains the source"),
-        ("", True, "is or contains the source"),
+        ("source", True, "is the checkpoint that is read"),
+        ("", True, "is the checkpoint that is read"),
         ("run", True, "holds folders.*checkpoint-5"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -540,7 +550,50 @@ def test_command_prints_the_ledger_or_one_sentence(tmp_path):
     code, printed = run(source, output)
     assert code == 0 and "transformer.wte.weight model.embed_tokens.weight 97 x 64" in printed and "new (0)" in printed
     code, printed = run(source, output)
-    assert code == 2 and "exists and is not empty" in printed and "Traceback" not in printed
+    assert code == 2 and "is not empty: pass --overwrite" in printed and "Traceback" not in printed
     assert run(source, output, "--overwrite")[0] == 0
     code, printed = run(tmp_path / "absent", tmp_path / "other")
     assert code == 2 and "does not exist" in printed and not (tmp_path / "other").exists()
+
+
+def test_the_written_checkpoint_was_read_back_and_the_ledger_says_against_what(tmp_path):
+    ledger = convert_iso_depth(save(tmp_path / "source"), tmp_path / "out")
+    (comparison,) = ledger.comparisons
+    assert (comparison.max_difference, comparison.agreement, comparison.tokens) == (0.0, 1.0, 64)
+    assert "the code of the source is not here" in str(ledger) and "bit-equal" in str(ledger)
+
+
+def test_a_dry_run_checks_everything_and_writes_nothing(tmp_path):
+    source = save(tmp_path / "source")
+    ledger = convert_iso_depth(source, tmp_path / "out", dry_run=True)
+    assert "Nothing was written" in str(ledger) and not (tmp_path / "out").exists()
+    assert ledger.used == convert_iso_depth(source, tmp_path / "out").used
+    without("inject")(source)
+    with pytest.raises(ValueError, match="missing: inject.weight"):
+        convert_iso_depth(source, tmp_path / "other", dry_run=True)
+
+
+def test_a_checkpoint_that_reads_back_differently_is_taken_away_again(tmp_path, monkeypatch):
+    save_pretrained = LoopedGPTForCausalLM.save_pretrained
+
+    def save_another(self, folder, **kwargs):
+        with torch.no_grad():
+            self.lm_head.weight[3, 5] += 1e-3
+            save_pretrained(self, folder, **kwargs)
+            self.lm_head.weight[3, 5] -= 1e-3
+
+    source = save(tmp_path / "source")
+    before = files_in(tmp_path)
+    monkeypatch.setattr(LoopedGPTForCausalLM, "save_pretrained", save_another)
+    with pytest.raises(ConversionError, match="differs from its source, so nothing was written"):
+        convert_iso_depth(source, tmp_path / "new" / "out")
+    assert files_in(tmp_path) == before
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    paper = paper_model()
+    with torch.no_grad():
+        paper.inject.weight[2, 3] = torch.nan
+    with pytest.raises(ConversionError, match="logits are not finite"):
+        convert_iso_depth(save(tmp_path / "source", paper), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -145,3 +145,48 @@ def test_bad_requests_end_in_one_sentence(llama, tmp_path):
     tiny_model().save_pretrained(tmp_path / "looped_gpt")
     assert "does more between its passes" in refused("unroll", str(tmp_path / "looped_gpt"), output)
     assert not (tmp_path / "output").exists()
+
+
+def test_unrolling_explains_every_tensor_and_compares_what_it_wrote(grown, tmp_path):
+    told = run("unroll", grown, str(tmp_path / "plain"), "--json")
+    ledger = json.loads(told)
+    stored = {name: tuple(p.shape) for name, p in GrownLlamaForCausalLM.from_pretrained(grown).named_parameters()}
+    written = load_file(tmp_path / "plain" / "model.safetensors")
+    assert {use["source"]: tuple(use["shape"]) for use in ledger["used"]} == stored
+    assert sorted(target for use in ledger["used"] for target in use["targets"]) == sorted(written)
+    copied = next(use for use in ledger["used"] if use["source"] == "model.layers.1.mlp.up_proj.weight")
+    assert copied["targets"] == [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 3, 5)]
+    (comparison,) = ledger["comparisons"]
+    assert comparison["max_difference"] == 0 and comparison["what"].startswith(
+        "GrownLlamaForCausalLM against the Llama"
+    )
+    assert ledger["parameters"]["total"] == sum(tensor.numel() for tensor in written.values())
+    assert "copied to layers 3, 5" in run("unroll", grown, str(tmp_path / "other"))
+
+
+def test_an_unrolled_checkpoint_that_differs_is_taken_away_again(grown, tmp_path, monkeypatch):
+    save_pretrained = LlamaForCausalLM.save_pretrained
+
+    def save_without_a_copy(self, folder, **kwargs):
+        torch.nn.init.zeros_(self.model.layers[3].mlp.up_proj.weight)
+        save_pretrained(self, folder, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save_without_a_copy)
+    # The model in memory is not the one that is written: its loop still has the weights.
+    result = CliRunner().invoke(app, ["unroll", grown, str(tmp_path / "plain")])
+    assert result.exit_code == 1 and "differs from its source" in " ".join(result.output.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["grown_llama"]
+
+
+def test_a_failure_while_growing_leaves_the_old_checkpoint(llama, tmp_path, monkeypatch):
+    output = tmp_path / "output"
+    run("grow", llama, str(output), "--block-size", "3")
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+
+    def full_disk(self, folder, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full_disk)
+    result = CliRunner().invoke(app, ["grow", llama, str(output), "--block-size", "2", "--overwrite"])
+    assert result.exit_code != 0 and {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "output"]

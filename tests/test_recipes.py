@@ -8,6 +8,7 @@ import math
 import shutil
 from argparse import Namespace
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from modeling_looped.recipes.sharding import wants_sharding
 
 
 BUNDLED = Path(recipe.__file__).parent
-CONFIGURATIONS = Path(launch.files("modeling_looped.configuration"))
+CONFIGURATIONS = Path(str(files("modeling_looped.configuration")))
 SMOLLM = str(CONFIGURATIONS / "grown-llama-1.7b-baseline")  # enough of a checkpoint for a dry run
 SECTIONS = {
     stage: {"model": recipe.ModelSource, "data": DataRecipe, "training": kind, "run": RunOptions}

@@ -9,10 +9,7 @@ reason. The same function results: rotary tables rounded to bf16, as the officia
 
 import json
 import re
-import tempfile
-import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,17 @@ from ..accounting import parameter_counts
 from ..configuration_looped import require_int
 from ..configuration_looped_gpt import LoopedGPTConfig
 from ..modeling_looped_gpt import LoopedGPTForCausalLM
+from .ledger import (
+    Ledger,
+    Use,
+    build,
+    check_output,
+    compare_read_back,
+    dtype_name,
+    listed,
+    write_checkpoint,
+)
+from .weights import read_file
 
 
 INJECTIONS = {
@@ -63,68 +71,9 @@ INJECTION_KEYS = {
 }
 VOCABULARY_KEYS = ("transformer.wte.weight", "lm_head.weight")
 PADDING = 64  # the official code rounds the rows of both vocabulary matrices up to it
-MASTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """
-    What became of a checkpoint. `print(ledger)` shows it as a table.
-
-    Args:
-        source (`Path`): The `.pt` file that was read.
-        output (`Path`): The folder that was written.
-        steps (`tuple[str, ...]`): The steps that the source folder holds, the converted one last.
-        model (`str`): Depth plan, injection and dtype of the result.
-        used (`dict[str, tuple[str, tuple[int, ...]]]`): Tensor of the source -> (tensor here, its shape here).
-        unused (`dict[str, str]`): What the source holds and the result has no place for -> the reason.
-        new (`tuple[str, ...]`): Tensors here that the source lacks. Always empty: such a source is refused.
-        dropped (`dict[str, int]`): Tensor of the source -> rows of vocabulary padding that were dropped.
-        widened (`dict[str, str]`): Tensor of the source -> its dtype, where the result's is wider.
-        parameters (`dict[str, int]`): Written parameters by part, with the keys of `accounting.parameter_counts`.
-    """
-
-    source: Path
-    output: Path
-    steps: tuple[str, ...]
-    model: str
-    used: dict[str, tuple[str, tuple[int, ...]]]
-    unused: dict[str, str]
-    new: tuple[str, ...]
-    dropped: dict[str, int]
-    widened: dict[str, str]
-    parameters: dict[str, int]
-
-    def __str__(self) -> str:
-        rows = []
-        for key, (target, shape) in self.used.items():
-            notes = [f"{self.dropped[key]} rows of padding dropped"] if key in self.dropped else []
-            notes += [f"from {self.widened[key]}"] if key in self.widened else []
-            rows.append((key, target, " x ".join(map(str, shape)), ", ".join(notes)))
-        titles = (f"used ({len(rows)})", "here", "shape", "")
-        widths = [max(map(len, column)) for column in zip(titles, *rows)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (titles, *rows)]
-        newest = f" (step {self.steps[-1]}, the newest of {', '.join(self.steps)})" if len(self.steps) > 1 else ""
-        unused = [f"  {name}: {reason}" for name, reason in self.unused.items()] or ["  none"]
-        return "\n".join(
-            [
-                f"{self.source}{newest} -> {self.output}",
-                self.model,
-                "",
-                *table,
-                "",
-                f"unused ({len(self.unused)})",
-                *unused,
-                f"new ({len(self.new)})",
-                *(f"  {name}" for name in self.new or ["none"]),
-                "",
-                "parameters",
-                *(f"  {part:<9}  {count:>13,}" for part, count in self.parameters.items()),
-            ]
-        )
-
-
-def convert_iso_depth(source: str | Path, output: str | Path, overwrite: bool = False) -> Ledger:
+def convert_iso_depth(source: str | Path, output: str | Path, overwrite: bool = False, dry_run: bool = False) -> Ledger:
     """
     Turns a checkpoint of the paper's code into a folder that `AutoModelForCausalLM.from_pretrained` takes, in the
     dtype of its master weights. Rows of vocabulary padding are dropped: (ceil(V / 64) * 64, d) becomes (V, d). There
@@ -135,44 +84,57 @@ def convert_iso_depth(source: str | Path, output: str | Path, overwrite: bool = 
         source (`str` or `Path`): A folder with `model_000010.pt` and `meta_000010.json`, of several steps the
             newest, or one such `.pt` file.
         output (`str` or `Path`): The folder to write.
-        overwrite (`bool`, defaults to `False`): Replace the files of an `output` that is not empty.
+        overwrite (`bool`, defaults to `False`): Replace the checkpoint that `output` holds.
+        dry_run (`bool`, defaults to `False`): Check everything and write nothing.
 
     Raises:
         `FileNotFoundError`: where the source lacks one of its two files.
         `ValueError`: where the source holds anything unexplained, or `output` is in the way.
+        `ConversionError`: where what was written gives other logits when it is read back.
     """
     model_file, meta_file, steps = _find(Path(source).expanduser())
     output = Path(output).expanduser().resolve()
-    _check_output(output, {model_file.parent.resolve(), model_file.resolve().parent}, overwrite)
+    if not dry_run:
+        check_output(output, {model_file.parent, model_file.resolve().parent}, overwrite)
     said, config, unused = _read_meta(meta_file)
     state = _read_state(model_file)
 
-    with torch.device("meta"):  # shapes only: the weights come from the file, and the rotary tables are not saved
-        model = LoopedGPTForCausalLM(config)
-    here = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    with torch.device("meta"):
+        here = {key: tuple(tensor.shape) for key, tensor in LoopedGPTForCausalLM(config).state_dict().items()}
     targets = _key_map(config)
     new = tuple(sorted(here.keys() - targets.values()))
     _check_keys(state, targets, new, said, model_file, meta_file)
 
     dtype = reduce(torch.promote_types, (tensor.dtype for _, tensor in state.values()))
-    used, dropped, widened, weights = {}, {}, {}, {}
+    used, weights = [], {}
     for key, target in targets.items():
         name, tensor = state[key]
-        if rows := _padding_rows(key, tensor, here[target], said, model_file, meta_file):
-            dropped[name] = rows
-        if tensor.dtype != dtype:
-            widened[name] = str(tensor.dtype).removeprefix("torch.")
-        used[name] = (target, here[target])
-        weights[target] = tensor[: here[target][0]].to(dtype).contiguous()
-    model.load_state_dict(weights, assign=True)
+        rows = _padding_rows(key, tensor, here[target], said, model_file, meta_file)
+        notes = [f"{rows} rows of padding dropped"] if rows else []
+        notes += [f"from {dtype_name(tensor.dtype)}"] if tensor.dtype != dtype else []
+        used.append(Use(name, (target,), here[target], tuple(notes)))
+        weights[target] = tensor[: here[target][0]]
 
     for shard in sorted(model_file.parent.glob(f"optim_{steps[-1]}_rank*.pt")):
         unused[shard.name] = "state of the optimiser"
-    _write(model, output)
-    described = f"{config.plan()}, injection {config.injection}, {str(dtype).removeprefix('torch.')}"
-    return Ledger(
-        model_file, output, steps, described, used, unused, new, dropped, widened, parameter_counts(config)
+    newest = f"step {steps[-1]}, the newest of {', '.join(steps)}"
+    ledger = Ledger(
+        model_file,
+        output,
+        f"LoopedGPTForCausalLM {config.plan()}, injection {config.injection}, {dtype_name(dtype)}",
+        tuple(used),
+        unused,
+        new,
+        parameter_counts(config),
+        (newest,) if len(steps) > 1 else (),
+        dry_run=dry_run,
     )
+    if dry_run:
+        return ledger
+    weights = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    model = build(LoopedGPTForCausalLM, config, weights, dtype)
+    comparisons = write_checkpoint(model, output, lambda folder: compare_read_back(model, folder))
+    return replace(ledger, comparisons=comparisons)
 
 
 def _find(source: Path) -> tuple[Path, Path, tuple[str, ...]]:
@@ -196,27 +158,6 @@ def _find(source: Path) -> tuple[Path, Path, tuple[str, ...]]:
     return files[-1], meta_file, steps
 
 
-def _check_output(output: Path, sources: set[Path], overwrite: bool) -> None:
-    if any(source.is_relative_to(output) for source in sources):
-        raise ValueError(f"The output {output} is or contains the source folder: choose another folder.")
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise ValueError(f"The output {output} is a file: choose the name of a folder.")
-    entries = list(output.iterdir())
-    if entries and not overwrite:
-        raise ValueError(
-            f"The output {output} exists and is not empty: choose another folder, or replace it with --overwrite "
-            "(overwrite=True)."
-        )
-    # No checkpoint of ours has sub-folders, but the results of a whole run have.
-    if folders := sorted(entry.name for entry in entries if entry.is_dir()):
-        raise ValueError(
-            f"The output {output} holds folders ({_listed(folders)}), which overwriting would delete: choose another "
-            "folder, or remove them first."
-        )
-
-
 def _read_meta(meta_file: Path) -> tuple[dict[str, Any], LoopedGPTConfig, dict[str, str]]:
     """The official `model_config`, the configuration here, and the fields that have no place in it, with reasons."""
     try:
@@ -229,12 +170,12 @@ def _read_meta(meta_file: Path) -> tuple[dict[str, Any], LoopedGPTConfig, dict[s
     unknown = sorted(said.keys() - {*REQUIRED, *OPTIONAL})
     if unknown:
         raise ValueError(
-            f"model_config in {meta_file} holds {_listed(unknown)}, which may change what the model computes and "
+            f"model_config in {meta_file} holds {listed(unknown)}, which may change what the model computes and "
             f"which this converter does not know: it knows {', '.join((*REQUIRED, *OPTIONAL))}."
         )
     required = [*REQUIRED, "num_lanes"] if said.get("input_injection") == "hyperconnect" else REQUIRED
     if missing := [name for name in required if name not in said]:
-        raise ValueError(f"model_config in {meta_file} lacks {_listed(missing)}.")
+        raise ValueError(f"model_config in {meta_file} lacks {listed(missing)}.")
 
     try:
         for name, minimum in COUNTS.items():
@@ -275,29 +216,8 @@ def _read_meta(meta_file: Path) -> tuple[dict[str, Any], LoopedGPTConfig, dict[s
 
 def _read_state(model_file: Path) -> dict[str, tuple[str, torch.Tensor]]:
     """Official key -> (key as in the file, tensor). `torch.compile` puts `_orig_mod.` before every key."""
-    try:
-        # Mapped where the format allows it, so that a large checkpoint is not held in memory twice.
-        mmap = zipfile.is_zipfile(model_file)
-        state = torch.load(model_file, map_location="cpu", weights_only=True, mmap=mmap)
-    except OSError:
-        raise
-    except Exception as error:  # whatever a damaged or hostile pickle runs into
-        raise ValueError(
-            f"{model_file} cannot be read as plain tensors (torch.load with weights_only=True): it is damaged, or "
-            "holds more than a state dict."
-        ) from error
-    if not isinstance(state, dict) or not state:
-        kind = "an empty one" if isinstance(state, dict) else f"a {type(state).__name__}"
-        raise ValueError(f"{model_file} should hold a state dict of named tensors, and holds {kind}.")
     found = {}
-    for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{model_file} holds {name!r}, of type {type(tensor).__name__}: only named tensors fit.")
-        if tensor.dtype not in MASTER_DTYPES:
-            raise ValueError(
-                f"{name} in {model_file} is stored as {str(tensor.dtype).removeprefix('torch.')}: master weights in "
-                "float32, bfloat16 or float16 are expected."
-            )
+    for name, tensor in read_file(model_file).items():
         key = name.removeprefix("_orig_mod.")
         if key in found:
             raise ValueError(f"{model_file} holds {key} twice, with and without the prefix '_orig_mod.'.")
@@ -334,7 +254,7 @@ def _check_keys(state, targets, new, said, model_file: Path, meta_file: Path) ->
     if any(wrong.values()):
         names = ("n_prelude", "n_recur_block", "n_coda", "input_injection")
         fields = ", ".join(f"{name}={said[name]!r}" for name in names)
-        lists = "; ".join(f"{kind}: {_listed(keys)}" for kind, keys in wrong.items() if keys)
+        lists = "; ".join(f"{kind}: {listed(keys)}" for kind, keys in wrong.items() if keys)
         raise ValueError(f"{model_file} is not the model that {meta_file.name} describes ({fields}): {lists}.")
 
 
@@ -350,24 +270,3 @@ def _padding_rows(key: str, tensor: torch.Tensor, shape: tuple[int, ...], said, 
             f"{', '.join(f'{name}={said[name]}' for name in fields)} asks for {padded}."
         )
     return tensor.shape[0] - shape[0]
-
-
-def _write(model: LoopedGPTForCausalLM, output: Path) -> None:
-    """Saves beside `output` and puts it in place by renaming, so that a failure leaves what was there."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as aside:
-        written, replaced = Path(aside, "written"), Path(aside, "replaced")
-        model.save_pretrained(written)
-        if output.exists():
-            output.rename(replaced)
-        try:
-            written.rename(output)
-        except BaseException:
-            if replaced.exists():
-                replaced.rename(output)
-            raise
-
-
-def _listed(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

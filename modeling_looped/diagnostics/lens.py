@@ -73,7 +73,7 @@ class TunedLens(nn.Module):
         return self.probe.lens(h + self.translators[index](h))
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """The translators as safetensors, and what they are for as JSON."""
+        """The translators as safetensors, and what they are for as JSON, in `directory`."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         save_file(self.state_dict(), directory / WEIGHTS)

@@ -229,8 +229,8 @@ class Probe:
     ):
         """
         One forward of the base model, whose output is returned. Each function gets the number of an executed position
-        and a tensor (batch, length, width), what the layer reads, what attention or MLP add, or what it hands on; what
-        it returns, if anything, takes the tensor's place.
+        and a tensor (batch, length, width): what the layer reads (`on_input`), what attention (`on_attention`) or MLP
+        (`on_mlp`) add, or what it hands on (`on_output`). What it returns, if anything, takes the tensor's place.
         """
         position = -1
 

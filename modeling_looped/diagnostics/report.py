@@ -211,6 +211,7 @@ def diagnose(
         num_recurrences: Passes over the core of looped models.
         block: Layers of a block, for periodicity and repeats, where neither a loop nor growth says it.
         only: Names of measurements, all by default.
+        trust_remote_code: Of models from the Hub.
 
     Raises:
         `ValueError`: before anything is measured, for unknown names, a folder that holds something else, or a model
@@ -231,12 +232,19 @@ def diagnose(
     entries = [entry for entry in ENTRIES if not only or entry.name in only]
     found = _measure(subjects, entries, progress)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "made_by.json").write_text(json.dumps({"made_by": MADE_BY, "checkpoints": list(checkpoints)}) + "\n")
+    measurements = []
     for (entry_name, subject_name), measurement in found.items():
+        row = {"checkpoint": subject_name, "measurement": entry_name}
         if isinstance(measurement, Measurement):
             path = folder / "csv" / subject_name / f"{entry_name}.csv"
             path.parent.mkdir(parents=True, exist_ok=True)
             measurement.to_frame().to_csv(path, index=False)
+            row |= {"headline": measurement.headline(), "csv": str(path.relative_to(folder))}
+        else:
+            row["not_measured"] = measurement
+        measurements.append(row)
+    made = {"made_by": MADE_BY, "checkpoints": list(checkpoints), "measurements": measurements}
+    (folder / "made_by.json").write_text(json.dumps(made) + "\n")
     page = folder / "index.html"
     (folder / "figures").mkdir(exist_ok=True)
     page.write_text(_page(subjects, entries, found, effort, folder / "figures"), encoding="utf-8")

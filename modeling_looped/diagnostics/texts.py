@@ -138,7 +138,8 @@ def multi_hop_questions(
 
 def plain_texts(source: str | Path, limit: int = 20) -> list[str]:
     """
-    The first `limit` documents of a `.jsonl` file with a field `text`, of a text file, or of a data set of the Hub.
+    The first `limit` documents of `source`, a `.jsonl` file with a field `text`, of a text file, or of a data set of
+    the Hub.
 
     Raises:
         `ValueError`: where there is none.
@@ -164,7 +165,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_tokens:
 
 
 def random_rows(vocab_size: int, count: int = 20, length: int = 128, seed: int = 0) -> list[list[int]]:
-    """`count` rows of `length` random tokens, for checkpoints without a tokenizer. Such rows say little of language."""
+    """
+    `count` rows of `length` random tokens below `vocab_size`, for checkpoints without a tokenizer. Such rows say little
+    of language.
+    """
     generator = Random(seed)
     return [[generator.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 

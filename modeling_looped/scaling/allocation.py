@@ -117,8 +117,9 @@ def frontier(
     family: Family = ISO_DEPTH,
 ) -> pd.DataFrame:
     """
-    `compute_optimal` of every budget and number of recurrences, a row each, and `gap`, the loss above that of the
-    first of `recurrences` at the same budget. `law` is a joint one or a mapping from recurrences to laws of one each.
+    `compute_optimal` of every one of `budgets` and number of recurrences under the `constraint`, a row each, and `gap`,
+    the loss above that of the first of `recurrences` at the same budget. `law` is a joint one or a mapping from
+    recurrences to laws of one each.
     """
     recurrences = tuple(recurrences)
     laws = law if isinstance(law, Mapping) else dict.fromkeys(recurrences, law)
@@ -147,10 +148,10 @@ def allocation_exponents(
     """
     How the optimal unique parameters and tokens grow with the budget.
 
-    `"power_law"` is the paper's figure 3: FLOPs per token as a power N ** gamma, by log-log regression over `widths`,
-    and then beta / (alpha + beta * gamma). `"exact"` regresses the optima of `compute_optimal` over `budgets`, whose
-    FLOPs are no power of N: the head and attention weigh most in narrow models. They differ, and the second is what a
-    budget buys.
+    The `method` `"power_law"` is the paper's figure 3: FLOPs per token as a power N ** gamma, by log-log regression
+    over `widths`, and then beta / (alpha + beta * gamma). `"exact"` regresses the optima of `compute_optimal` over
+    `budgets`, whose FLOPs are no power of N: the head and attention weigh most in narrow models. They differ, and the
+    second is what a budget buys.
     """
     if method == "power_law":
         widths = np.asarray(tuple(widths), dtype=float)
@@ -169,9 +170,9 @@ def allocation_exponents(
 
 def empirical_optimum(cell: pd.DataFrame, family: Family = ISO_DEPTH) -> Allocation:
     """
-    The vertex of the least-squares parabola of `val_loss` in ln `n_unique` through the runs of one budget and one
-    number of recurrences (columns `budget_flops`, `r`, `n_unique`, `val_loss`), without any law. The width is the one
-    of that N in the family, and the tokens are what the budget pays for there.
+    The vertex of the least-squares parabola of `val_loss` in ln `n_unique` through the runs of a `cell`, one budget and
+    one number of recurrences (columns `budget_flops`, `r`, `n_unique`, `val_loss`), without any law. The width is the
+    one of that N in the family, and the tokens are what the budget pays for there.
 
     Raises:
         `ValueError`: for fewer than three widths, runs of several cells, or a parabola without a minimum.
@@ -202,7 +203,10 @@ def empirical_optima(runs: pd.DataFrame, family: Family = ISO_DEPTH) -> pd.DataF
 
 
 def unique_ratio(num_recurrences: int, injection: bool = True, family: Family = ISO_DEPTH) -> float:
-    """Unique matrices of a looped model over those of the dense one of its width: 0.4083 at r = 4, 0.4 without n_i."""
+    """
+    Unique matrices of a looped model over those of the dense one of its width: 0.4083 at r = 4, 0.4 without those of
+    the `injection`.
+    """
     if injection:
         unique, dense = (family.n_all(_WITHOUT_NORMS, r) for r in (num_recurrences, 1))
         return float(unique / dense)
@@ -229,7 +233,8 @@ def dense_equivalent(
 ) -> float:
     """
     Parameters of the dense model that a looped one equals in loss at equal tokens. `n` is the r = 1 model of the same
-    width: of 1B, r = 4 stores `unique_ratio` * n = 410M, is worth 580M, and trains at the cost of 1B.
+    width, `phi` and `convention` are those of `effective_ratio`: of 1B, r = 4 stores `unique_ratio` * n = 410M, is
+    worth 580M, and trains at the cost of 1B.
     """
     return n * effective_ratio(num_recurrences, phi, convention, family)
 
@@ -289,6 +294,7 @@ def inference_cost(
         config_or_width: A configuration, or a width of the family, a multiple of its heads' size.
         num_recurrences: The configuration's own by default.
         context: Tokens in the cache of each of `batch` sequences; the training length by default.
+        dtype: Of weights and cache, by torch's name.
     """
     if isinstance(config_or_width, LoopedGPTConfig):
         config = config_or_width

@@ -144,7 +144,10 @@ def compare_phi(
     (budget, width), losses at r = 1 that differ by more than `tolerance` nats, or decompositions.
 
     Args:
+        frame_a, frame_b: Runs of the two variants, as `read_runs` returns them.
         shared_budgets: Leaves out budgets that only one of them has, instead of voiding the comparison.
+        random_starts: Starts of each resample's fit besides that of the whole fit.
+        names: Of the two, for errors and text.
 
     Raises:
         `ValueError`: as in `fit_joint_law`, with the name of the runs.

@@ -92,7 +92,7 @@ class Family:
         }
 
     def columns(self, width: int, r: int) -> dict:
-        """What a table of runs says of a model, besides its run: the columns that `fit` reads."""
+        """What a table of runs says of a model of `width`, besides its run: the columns that `fit` reads."""
         counts = {"n_unique": self.n_all(width, r)}
         for suffix, decomposition in (("paper", "paper"), ("ls", "regression")):
             counts[f"n_once_{suffix}"], counts[f"n_rec_{suffix}"] = self.split(width, r, decomposition)

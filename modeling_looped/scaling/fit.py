@@ -262,6 +262,7 @@ def leave_one_cell_out(
 
     Args:
         law: The law of all runs, to start from, which `fit_joint_law` with `decomposition` finds otherwise.
+        random_starts: Starts of each fit besides that law.
 
     Raises:
         `ValueError`: as in `bootstrap`.

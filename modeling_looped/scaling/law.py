@@ -91,7 +91,10 @@ class JointLaw(_Law):
         return _loss(self, self.effective(n_once, n_rec, r), tokens)
 
     def g(self, n_once, n_rec, r):
-        """N_eff / N: by how much the model counts for more than its parameters (section 3.5 of the spec)."""
+        """
+        N_eff / N, of N = `n_once` + `n_rec`: by how much the model counts for more than its parameters (section 3.5 of
+        the spec).
+        """
         return self.effective(n_once, n_rec, r) / (np.asarray(n_once, dtype=np.float64) + np.asarray(n_rec))
 
 

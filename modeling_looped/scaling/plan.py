@@ -47,7 +47,7 @@ class Hardware:
                 raise ValueError(f"{name}={value} of the hardware must be positive.")
 
     def hours(self, flops: float) -> float:
-        """With all devices busy."""
+        """Of `flops`, with all devices busy."""
         return flops / (self.flops_per_second * self.devices * 3600)
 
 
@@ -121,6 +121,8 @@ def plan_sweep(
         budget_flops: The most that all runs together may cost.
         noise: Standard deviation of one run's loss, in nats (`residual_noise` of your own runs).
         cell_noise: Of what all runs of one budget and recurrence count have in common.
+        hardware: Which says what fits, and how long the sweep takes.
+        simulations: Sweeps that are simulated and refitted, from which the interval is taken.
         recurrences: At least two; r = 1 is the anchor.
         target_width: Of the 95 % interval of phi.
         batch_tokens: Of one step, of which every run has a whole number.
@@ -190,7 +192,10 @@ def simulated_interval(
     simulations: int = 300,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The middle 95 % of phi, fitted to losses of `law` for `runs` with normal noise of each run and of each cell."""
+    """
+    The middle 95 % of phi, fitted to losses of `law` for `runs` with normal noise of each run and, of deviation
+    `cell_noise`, of each cell, in so many `simulations`.
+    """
     random = np.random.default_rng(seed)
     once, rec, r, tokens = _counts(law, runs)
     expected = law.predict(once, rec, tokens, r)
@@ -348,6 +353,7 @@ def advise(
     pessimistic at 47B tokens of its widest models (section 3.5 of the spec): the gaps between r held better.
 
     Args:
+        recurrences: Counts to choose from, each of which divides the layers of the loop.
         bootstrap_draws: What `bootstrap` returned, or laws of resampled runs. Their spread is the error of the fit, not
             what a seed changes; a model outside of the family or the fitted ranges may be off by more. `None` for none.
         memory_bytes: Of weights, with embeddings, and key-value caches of `batch` sequences of `context` tokens (the

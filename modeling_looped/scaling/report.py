@@ -35,8 +35,9 @@ MOST_RECURRENCES = 16  # r^phi is a local form, before recurrences saturate
 
 def read_runs(path: str | Path, variant: str | None = None) -> pd.DataFrame:
     """
-    The runs of one variant in a CSV; the index is the line of the file, which errors name as the row. A variant without
-    runs at r = 1 gets those of the variant that has them, `"baseline"` where several do, at its own budgets.
+    The runs of one variant in the CSV at `path`; the index is the line of the file, which errors name as the row. A
+    variant without runs at r = 1 gets those of the variant that has them, `"baseline"` where several do, at its own
+    budgets.
 
     Args:
         variant: By default the only one, or the only one with runs at r > 1.
@@ -152,7 +153,7 @@ class PhiReport:
         return sorted(map(int, self.runs["r"].unique()))
 
     def interval(self, name: str = "phi", level: float = LEVEL) -> tuple[float, float] | None:
-        """Of the bootstrap, `None` without one or where phi is not identified."""
+        """Of the parameter `name`, from the bootstrap; `None` without one or where phi is not identified."""
         return self.bootstrap.interval(name, level) if self.bootstrap and self.identified else None
 
     def text(self) -> str:
