@@ -173,6 +173,18 @@ PAGES = [
         ],
     ),
     (
+        "hub_cards",
+        "Cards and uploads",
+        "The model card of a checkpoint, from its own files, and the upload to the Hub.",
+        [
+            (
+                "modeling_looped.hub_cards.card",
+                ["write_card", "build_card", "add_results", "is_foreign", "draw_plan", "ForeignCard"],
+            ),
+            ("modeling_looped.hub_cards.push", ["push", "plan_upload", "Upload"]),
+        ],
+    ),
+    (
         "recipes",
         "Recipes",
         "What the training commands are made of. Needs the extra `train`.",
@@ -379,10 +391,10 @@ def default_and_help(value) -> tuple[str, str]:
 
 
 def fields_table(cls: griffe.Class) -> list[str]:
-    """The fields of a dataclass whose docstring lists none, with the help texts that its options have."""
+    """The fields of a dataclass whose docstring tells none, with the help texts that its options have."""
     parsed = [] if cls.docstring is None else cls.docstring.parse("google", warnings=False)
     is_dataclass = "dataclass" in cls.labels or any("dataclass" in str(one.value) for one in cls.decorators)
-    if not is_dataclass or any(section.kind.value == "parameters" for section in parsed):
+    if not is_dataclass or any(section.kind.value in ("parameters", "attributes") for section in parsed):
         return []
     lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, member in cls.members.items():

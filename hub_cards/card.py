@@ -73,7 +73,7 @@ def build_card(folder: str | Path, repo_id: str | None = None, **given) -> Model
 
 def write_card(folder: str | Path, overwrite: bool = False, repo_id: str | None = None, **given) -> Path:
     """
-    Writes `build_card` and its figure into `folder`. A card that was changed by hand is only replaced on `overwrite`;
+    Writes `build_card(folder, repo_id, **given)` and its figure into `folder`. A card that was changed by hand is only replaced on `overwrite`;
     metadata and what stands between the marks of the notes stay in any case.
 
     Returns:
@@ -135,7 +135,7 @@ def add_results(folder: str | Path, results: str | Path) -> list[Path]:
 
 
 def draw_plan(plan: DepthPlan, width: int = 96) -> str:
-    """The plan as text: sections with their layers, and the order in which depth visits them."""
+    """The plan as text of `width` columns: sections with their layers, and the order in which depth visits them."""
     lines = []
     if plan.sections is not None and plan.sections[2] > 1:
         prelude, core, recurrences, coda = plan.sections

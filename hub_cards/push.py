@@ -159,6 +159,8 @@ def push(
     already and not here stay. The Hub looks at the card's metadata before anything else is sent.
 
     Args:
+        repo_id, include: As in `plan_upload`.
+        message: Of the commit, "Upload" and the folder's name by default.
         private: Of a new repository; the account's setting by default.
         token: As in `huggingface_hub`, which asks the environment and `hf auth login` by default.
 
