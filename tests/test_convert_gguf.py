@@ -24,6 +24,7 @@ from modeling_looped.conversion.gguf_llama import convert_gguf, from_pairs, to_g
 from modeling_looped.conversion.tokenizers import TEXTS  # noqa: E402
 
 
+pytestmark = pytest.mark.slow  # the whole of it takes a minute
 SIZE = {"vocab_size": 290, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 SIZE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 SIZE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}

@@ -25,6 +25,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 
+pytestmark = pytest.mark.slow  # the whole of it takes a minute
 SHORT = {"max_new_tokens": 12, "do_sample": False}
 every_family = pytest.mark.parametrize("family", TINY_MODELS)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from trl import SFTConfig, SFTTrainer
 
 
+pytestmark = pytest.mark.slow  # the whole of it takes a minute
 SHORT = {"max_new_tokens": 12, "do_sample": False}
 every_family = pytest.mark.parametrize("family", TINY_MODELS)
 

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 
+pytestmark = pytest.mark.slow  # the whole of it takes a minute
 SHORT = {"max_new_tokens": 12, "do_sample": False}
 
 

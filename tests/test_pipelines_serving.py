@@ -21,6 +21,9 @@ from transformers.utils.import_utils import is_serve_available
 from modeling_looped.conversion.depth import unroll_checkpoint
 
 
+pytestmark = pytest.mark.slow  # servers and commands
+
+
 every_family = pytest.mark.parametrize("family", TINY_MODELS)
 needs_serving = pytest.mark.skipif(not is_serve_available(), reason="needs pip install 'transformers[serving]'")
 
