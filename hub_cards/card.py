@@ -191,7 +191,7 @@ def _draw(folder: Path) -> None:
         unigram = facts.metrics.get("unigram_nats_per_token")
         about = "" if unigram is None else f" (unigram model: {unigram:.2f})"
         title = f"One model, its depth turned at run time{about}"
-        plot_held_out(folder / FIGURE, facts.held_out["rows"], facts.config.num_recurrences, title)
+        plot_held_out(folder / FIGURE, facts.held_out["rows"], getattr(facts.config, "num_recurrences", None), title)
 
 
 def _has_figure(facts: Facts) -> bool:
@@ -302,9 +302,7 @@ def _values(facts: Facts, repo_id: str | None, metadata: ModelCardData) -> dict:
         "path": path,
         "path_comment": "" if repo_id else "  # this folder; or wherever it is, or its name on the Hub",
         "where": "" if repo_id else ", in this folder",
-        "title": f"{repo_id.rpartition('/')[2]}: {architecture} {facts.plan}"
-        if repo_id
-        else f"{architecture} {facts.plan}",
+        "title": f"{repo_id.rpartition('/')[2] + ': ' if repo_id else ''}{architecture} {facts.plan}",
         "architecture": architecture,
         "has_code": "auto_map" in (config.to_dict()) and any(facts.folder.glob("modeling_*.py")),
         "drawing": draw_plan(facts.plan),
