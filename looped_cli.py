@@ -306,7 +306,7 @@ def exit_status(error: BaseException) -> int:
     if isinstance(error, (*of_the_call, PermissionError, typer.BadParameter)) or _kinds(error) & _REFUSALS:
         return 2
     if isinstance(error, OSError) and error.errno is None:  # transformers' own, of unknown names, or one with a remark
-        return 2 if error.__cause__ is None else exit_status(error.__cause__)
+        return 2 if error.__cause__ in (None, error) else exit_status(error.__cause__)
     return 1
 
 
@@ -319,7 +319,9 @@ def _kinds(error: BaseException) -> set[str]:
 
 def _network_failed(error: BaseException) -> bool:
     """Whether a connection, or the other side of one, is behind `error`. What httpx raises is no OSError."""
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:  # `raise error from error` makes a ring
+        seen.add(id(error))
         kinds = _kinds(error)
         if "OfflineModeIsEnabled" in kinds:  # the user's own wish
             return False

@@ -160,7 +160,9 @@ def launch(parsed: ParsedRecipe, stage: str):
         )  # fmt: skip
     except OSError as error:  # a disk can be full at any write
         comfort = checkpoints.intact(output)
-        raise error if comfort in str(error) else OSError(f"{error}; {comfort}.") from error
+        if comfort in str(error):
+            raise
+        raise OSError(f"{error}; {comfort}.") from error
     if main_process:
         last = newest_checkpoint(output)
         if result.finished:
