@@ -234,6 +234,10 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 )
 def test_two_is_for_calls_that_have_to_change_and_one_for_work_that_failed(error, status, capsys):
     assert exit_status(error) == status
+    with pytest.raises(SystemExit) as end, ends_in_a_sentence("looped"):
+        raise error
+    said = capsys.readouterr()
+    assert end.value.code == status and said.out == "" and said.err.startswith("looped: ") and said.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("number", "status"), [(None, 2), (errno.ENOSPC, 1)])
@@ -241,10 +245,6 @@ def test_an_error_that_is_its_own_cause_has_a_status_too(number, status):
     error = OSError("words") if number is None else OSError(number, "words")
     error.__cause__ = error
     assert exit_status(error) == status
-    with pytest.raises(SystemExit) as end, ends_in_a_sentence("looped"):
-        raise error
-    said = capsys.readouterr()
-    assert end.value.code == status and said.out == "" and said.err.startswith("looped: ") and said.err.count("\n") == 1
 
 
 def test_a_mistake_of_ours_keeps_its_trace():
