@@ -1,12 +1,16 @@
 """Uploading a checkpoint: what goes, what stays here and why, and the upload itself. `looped push`."""
 
 import fnmatch
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
+
+from modeling_looped.eval.report import MODELS
 
 from .card import FIGURE, build_card, has_figure, is_foreign, write_card
 
@@ -24,6 +28,7 @@ LEFT_OUT = {
     "*.pkl": "a pickle, which loading could execute",
     "evaluation/*samples_*": "items of evaluation sets, which are others' work",
 }
+RESULTS = "evaluation/*results_*.json"
 GOES = {
     "README.md": "card",
     "*.png": "plot",
@@ -45,7 +50,7 @@ GOES = {
     "sft.json": "how it was trained",
     "trainer_state.json": "how it was trained",
     "held_out.json": "what was measured",
-    "evaluation/*results_*.json": "what was measured",
+    RESULTS: "what was measured",
     "*.gguf": "weights for llama.cpp",
 }
 OTHER = "not a file that this package knows: name it with --include"
@@ -57,15 +62,21 @@ class Upload:
     What `push` sends.
 
     Attributes:
-        files: (path in the repository, bytes, what it is), the card included, as it will be there.
+        files: (path in the repository, bytes, what it is).
+        rewritten: Contents of the files that are not sent as they lie here: the card, and lm-eval's results, which name
+            folders and the machine.
         left_out: (path, bytes, why it stays).
     """
 
     folder: Path
     repo_id: str
-    card: str
+    rewritten: dict[str, bytes]
     files: tuple[tuple[str, int, str], ...]
     left_out: tuple[tuple[str, int, str], ...]
+
+    @property
+    def card(self) -> str:
+        return self.rewritten["README.md"].decode()
 
     @property
     def total_bytes(self) -> int:
@@ -74,8 +85,7 @@ class Upload:
     def operations(self) -> list[CommitOperationAdd]:
         """As `HfApi.create_commit` takes them."""
         return [
-            CommitOperationAdd(name, self.card.encode() if name == "README.md" else str(self.folder / name))
-            for name, _, _ in self.files
+            CommitOperationAdd(name, self.rewritten.get(name, str(self.folder / name))) for name, _, _ in self.files
         ]
 
     def to_dict(self) -> dict:
@@ -121,7 +131,7 @@ def plan_upload(folder: str | Path, repo_id: str, include: tuple[str, ...] = (),
         raise ValueError(f"{repo_id!r} names no owner, which whoever loads the model has to: write OWNER/{repo_id}.")
     foreign = is_foreign(folder)
     card = (folder / "README.md").read_text(encoding="utf-8") if foreign else str(build_card(folder, repo_id, **given))
-    goes, stays, unused = [], [], set(include)
+    rewritten, goes, stays, unused = {"README.md": card.encode()}, [], [], set(include)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name, size = path.relative_to(folder).as_posix(), path.stat().st_size
         if any(part.startswith(".") or part == "__pycache__" for part in Path(name).parts):
@@ -133,7 +143,9 @@ def plan_upload(folder: str | Path, repo_id: str, include: tuple[str, ...] = (),
         elif why := _first(LEFT_OUT, name):
             stays.append((name, size, why))
         elif name != "README.md" and (what := _first(GOES, name)):
-            goes.append((name, size, what))
+            if fnmatch.fnmatch(name, RESULTS):
+                rewritten[name] = _without_the_machine(path, repo_id)
+            goes.append((name, len(rewritten.get(name, b"")) or size, what))
         elif name != "README.md":
             stays.append((name, size, OTHER))
     if unused:
@@ -142,7 +154,7 @@ def plan_upload(folder: str | Path, repo_id: str, include: tuple[str, ...] = (),
     if not foreign and has_figure(folder) and not (folder / FIGURE).is_file():
         goes.append((FIGURE, 0, "plot, drawn when it is sent"))
     goes = [("README.md", len(card.encode()), what), *(one for one in goes if one[0] != "README.md")]
-    return Upload(folder, repo_id, card, tuple(goes), tuple(stays))
+    return Upload(folder, repo_id, rewritten, tuple(goes), tuple(stays))
 
 
 def push(
@@ -185,6 +197,22 @@ def push(
         raise
     except Exception as error:  # of the HTTP library that huggingface_hub happens to use
         raise ConnectionError(f"The upload to {constants.ENDPOINT} did not get through: {error}") from error
+
+
+def _without_the_machine(path: Path, repo_id: str) -> bytes:
+    """lm-eval's results without the folder that the model lay in and the machine that it ran on."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    arguments = results["config"].get("model_args")
+    if isinstance(arguments, dict):
+        results["config"]["model_args"] = {**arguments, **{one: repo_id for one in MODELS if one in arguments}}
+    elif arguments:
+        results["config"]["model_args"] = re.sub(r"(^|,)(pretrained|model)=[^,]*", rf"\1\2={repo_id}", arguments)
+    for name in ("pretty_env_info", "upper_git_hash"):
+        results.pop(name, None)
+    for name in ("model_name", "model_name_sanitized"):
+        if name in results:
+            results[name] = repo_id
+    return (json.dumps(results, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _first(patterns: dict[str, str], name: str) -> str | None:

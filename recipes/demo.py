@@ -120,6 +120,8 @@ def demo(
     held_out = work / "validation.jsonl"
     _write_jsonl(held_out, validation_texts)
     prompt = PROMPT if data is None else " ".join(validation_texts[0].split()[:8])
+    # What goes to the Hub says no folders.
+    named = Path(data).name if data is not None and Path(data).exists() else settings["data"]
     facts = {
         "parameters": parameter_counts(config),
         "training": {
@@ -128,7 +130,7 @@ def demo(
             **trained,
             "flops": tokens * training_flops_per_token(config),
         },
-        "settings": settings,
+        "settings": {**settings, "data": named},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "prompt": prompt,
         "limits": ["A demonstration trained for minutes. It writes the look of its data, not its sense."],
@@ -247,7 +249,9 @@ def _evaluate(output: Path, limit: int) -> str:
     runs = read_runs([results])
     found = Comparison(runs)
     losses = ", ".join(f"{found.value(run, TASKS, 'continuation_loss'):.3f}" for run in runs)
-    return f"{TASKS}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} ({limit} items a task; README.md)"
+    return (
+        f"{TASKS}: continuation loss {losses} nats per token at r = 1, {RECURRENCES} ({limit} items a task; README.md)"
+    )
 
 
 def _looped(*arguments: str) -> str:

@@ -313,6 +313,11 @@ def test_an_upload_has_all_that_a_stranger_needs_and_nothing_private(tokenizer, 
     assert "evaluation/results_2026-11-30T00-00-01.json" in files
     assert stays == {"optimizers.pt", "training_args.bin", "evaluation/samples_one.jsonl", "secret.env"}
     assert ".cache" not in files and not (folder / "README.md").exists(), "planning writes nothing"
+    sent_results = json.loads(plan.rewritten["evaluation/results_2026-11-30T00-00-01.json"])
+    kept = json.loads((folder / "evaluation" / "results_2026-11-30T00-00-01.json").read_text())
+    assert sent_results["results"] == kept["results"] and sent_results["config"]["model_args"] == {
+        "pretrained": "me/tiny"
+    }
     assert 'path = "me/tiny"' in plan.card
     sent = {one.path_in_repo: one for one in plan.operations()}
     assert sent.keys() == files

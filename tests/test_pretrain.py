@@ -327,7 +327,12 @@ def test_the_demo_on_one_s_own_text_can_be_continued_and_loads(tmp_path):
     assert AutoTokenizer.from_pretrained(output)("3 and 3")["input_ids"]
     assert metrics["training"]["final_loss"] > 0 and metrics["training"]["tokens_per_second"] > 0
     card = (output / "README.md").read_text()
-    assert f"| demo r=4 | 4 | {metrics['training']['flops']:.3g} |" in card, "the evaluation quotes metrics.json"
+    assert f"{metrics['training']['flops']:.4g} FLOPs" in card and "on data.jsonl" in card
+    for row in metrics["validation"]:
+        assert f"| {row['num_recurrences']} | {row['nats_per_token']:.4f} | {row['bits_per_byte']:.4f} |" in card
+    results = [json.loads(path.read_text()) for path in output.glob("evaluation/**/results_*.json")]
+    assert {one["config"]["training_flops"] for one in results} == {metrics["training"]["flops"]}, "it quotes metrics.json"
+    assert "looped eval . training/validation.jsonl --recurrences 1..8" in card and "--model_args pretrained=. " in card
     assert demo(str(output), data=str(data), steps=4, quick=True)
     again = json.loads((output / "metrics.json").read_text())
     assert again["training"] == metrics["training"], "calling a finished run again keeps what was measured"
