@@ -13,6 +13,9 @@ from modeling_looped.recipes.compare import compare, planned_runs, read_recipe
 from modeling_looped.recipes.tokens import TokenRows, train_tokenizer
 
 
+pytestmark = pytest.mark.slow  # studies, which train models
+
+
 TEXTS = [f"{number} and {number} make {2 * number}.\n" * 8 for number in range(60)]
 
 

@@ -16,6 +16,9 @@ from modeling_looped.recipes.growing import growing, planned_runs, read_recipe
 from modeling_looped.recipes.tokens import train_tokenizer
 
 
+pytestmark = pytest.mark.slow  # studies, which train models
+
+
 TEXTS = [f"{number} and {number} make {2 * number}.\n" * 8 for number in range(60)]
 BUNDLED = Path(module.__file__).parent / "grow_toy.yaml"
 

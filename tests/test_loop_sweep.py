@@ -19,6 +19,9 @@ from modeling_looped.recipes.study import read_rows
 from modeling_looped.recipes.tokens import END_OF_TEXT, train_tokenizer
 
 
+pytestmark = pytest.mark.slow  # studies, which train models
+
+
 TEXTS = [f"line {number} of a text that is held out, {number * number} times\n" * 3 for number in range(12)]
 WINDOWS = {"sequence_length": 24, "max_tokens": 120}
 LENGTH = 2
